@@ -30,6 +30,10 @@ class SequenceCache:
         """Return the tokens of the longest sequence that the pools hold, beside `spare` blocks that are kept free."""
         return min(kept.longest(pool.num_blocks - spare, self.block_tokens) for pool, kept in self.pool.groups)
 
+    def longest_now(self, *, spare: int) -> int:
+        """Return the tokens of the longest sequence for which `check_room` finds blocks."""
+        return min(kept.longest(max(0, pool.available - spare), self.block_tokens) for pool, kept in self.pool.groups)
+
     @property
     def longest_sequence(self) -> int:
         """Tokens that the pools hold for one sequence, beside a block that is kept free."""

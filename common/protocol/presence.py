@@ -40,7 +40,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     name; empty: unknown. `models`: what a gateway serves, `model` first. `vocabulary`: the digest of a draft model's
     tokenizer, which its target's must equal; empty: there is none. `tiers`: a kvstore's, the fastest first. `capacity`: an
     engine's, unknown at first. `endpoints`: how workers of other hosts reach its KV; none: they don't.
-    `traffic`: where its KV came from, since its start.
+    `traffic`: where its KV came from, since its start. `room`: tokens of the longest sequence for which a decode worker has
+    blocks; -1: unknown.
     """
 
     worker: WorkerRef
@@ -73,6 +74,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     endpoints: list[KvEndpoint] = []
     named: bool = True
     traffic: KvTraffic = KvTraffic()
+    room: int = -1
 
     @property
     def served(self) -> list[ServedModel]:

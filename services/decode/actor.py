@@ -319,6 +319,7 @@ class DecodeActor(EngineWorker):
         return msgspec.structs.replace(
             said,
             capacity=self.capacity,
+            room=self.scheduler.room,
             draft_tokens=self.proposers.num_draft_tokens,
             accepted_tokens=self.proposers.num_accepted_tokens,
             drafting=Drafting(self.engine.head if self.proposers.head is not None else ""),

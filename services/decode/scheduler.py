@@ -117,6 +117,11 @@ class DecodeScheduler:
         room = min(self.max_running - self.num_held, self.cache.pool.available - self.watermark)
         return 0 if self._preempted else max(0, room)
 
+    @property
+    def room(self) -> int:
+        """Tokens of the longest sequence for which there are blocks."""
+        return min(self.max_context, self.cache.longest_now(spare=self.watermark))
+
     def admit(self, sequence: Sequence, arrived: Arrived = ()) -> None:
         """Take a sequence and the blocks of its tokens, those that have arrived among them (see `SequenceCache.open`).
 

@@ -99,6 +99,9 @@ class Placement:
         """A worker had no room for a request: others wait, too, unless blocks alone were lacking, and they need fewer. One that
         has waited for long is overtaken no more: a worker gets nothing else until it is empty enough."""
         seat = self.seats.get(request.id) if request is not None else None
+        if request is not None and seat is not None and seat.offered == worker:
+            seat.offered = None
+            self.router.offer_refused(worker, request.num_tokens)
         if request is None or seat is None or not isinstance(error, errors.OutOfBlocks):
             self.router.refused(worker)
             return
@@ -184,11 +187,12 @@ class Placement:
                 self._headroom.prefill.change(request.tenant, -1 if prefill is None else 1)
             seat.prefill = prefill
         if decode != seat.decode:
-            self._count(seat.decode, -1)
+            self._count(seat.decode, -1, freed=request.num_tokens if seat.holds_blocks else 0)
             self._count(decode, 1)
             if decode is None or seat.decode is None:
                 self._headroom.decode.change(request.tenant, -1 if decode is None else 1)
             seat.decode = decode
+        seat.holds_blocks = request.state is State.DECODING
         computing = request.computing
         if computing != seat.computing:
             self._computes(seat.computing, request, -seat.uncached_tokens)
@@ -229,7 +233,8 @@ class Placement:
 
     def place(self, now: float) -> Iterator[tuple[Request, Actions]]:
         """Send on whoever can be sent on: what has to be done, request by request. Apply it before taking the next."""
-        for request in list(self._homeless.values()):
+        # the one that has waited longest first: a worker without blocks for it is asked all the same, now and then
+        for request in sorted(self._homeless.values(), key=lambda one: self.seats[one.id].waits_since):
             yield from self._rehome(request, now)
         self._clearing.open()
         closed: set[Line] = set()
@@ -377,14 +382,15 @@ class Placement:
         decode = self.router.choose_decode(prefill, self._job(request, now), tried=request.tried)
         if decode is not None:
             del self._homeless[request.id]
+            self.seats[request.id].offered = decode if self.router.offer(decode, request.num_tokens, now) else None
             yield request, redirect(request, decode, now)
         elif not self.router.may_redirect(prefill, tried=request.tried):
             del self._homeless[request.id]
             yield request, stranded(request, now)
 
-    def _count(self, worker: WorkerRef | None, requests: int) -> None:
+    def _count(self, worker: WorkerRef | None, requests: int, *, freed: int = 0) -> None:
         if worker is not None:
-            self.router.count(worker, requests)
+            self.router.count(worker, requests, freed=freed)
 
     def _computes(self, worker: WorkerRef | None, request: Request, tokens: int) -> None:
         if worker is not None:

@@ -4,12 +4,14 @@ A presence is up to a heartbeat old. Counting our own requests keeps a burst fro
 
     load    = max(ours now, running + waiting as it said + what we added since)
     spare   = credits as it said - what we added since
+    room    = tokens for whose KV it has blocks as it said + what ours have freed - hand-offs that we offered since
     backlog = tokens of prompts to compute as it said + what we added since
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator
 
 from common.protocol.handles import WorkerRef
@@ -48,6 +50,7 @@ class Worker:
     """One life of one worker. `serial` is its name in the prefix memory."""
 
     __slots__ = (
+        "asked_in_vain_at",
         "base",
         "base_tokens",
         "began_at",
@@ -58,6 +61,7 @@ class Worker:
         "prompts",
         "ref",
         "reserved",
+        "room",
         "serial",
         "tokens",
         "too_long",
@@ -75,6 +79,8 @@ class Worker:
         self.reserved = False
         self.kept_for = ""
         """The only request that it gets, one that has waited for its blocks for long; empty: all."""
+        self.asked_in_vain_at = -math.inf
+        """When it was last offered a hand-off for which it said that it has no blocks."""
         self.observe(presence)
 
     def observe(self, presence: Presence) -> None:
@@ -83,6 +89,9 @@ class Worker:
         self.base = self.ours
         self.base_tokens = self.tokens
         self.too_long = NOTHING_IS_TOO_LONG
+        self.room = NOTHING_IS_TOO_LONG if presence.room < 0 else presence.room
+        """Tokens of the longest sequence that it has blocks for: as it said, with what ours have freed there, and without what
+        we have offered it since."""
 
     def refuse(self, num_tokens: int = 0) -> None:
         """It had no room after all: none until something of ours ends there, or it says otherwise. num_tokens > 0: none for so

@@ -124,13 +124,17 @@ class Roster:
 
     # -- what we sent
 
-    def count(self, ref: WorkerRef, requests: int, tokens: int = 0, *, background: bool = False, now: float = 0.0) -> None:
-        """So many requests of ours are there, and a prompt of so many tokens to compute, more than before, or fewer.
-        `background`: it is a batch's, and others overtake it there. `now`: when that came to be."""
+    def count(
+        self, ref: WorkerRef, requests: int, tokens: int = 0, *, freed: int = 0, background: bool = False, now: float = 0.0
+    ) -> None:
+        """So many requests of ours are there, and a prompt of so many tokens to compute, more than before, or fewer. `freed`:
+        tokens of sequences whose blocks became free thereby. `background`: it is a batch's, and others overtake it there.
+        `now`: when that came to be."""
         worker = self._workers.get(ref)
         if worker is not None:
             worker.ours += requests
             worker.tokens += tokens
+            worker.room += freed
             if tokens and not background:
                 worker.computes(tokens, now)
             if requests < 0:
@@ -143,6 +147,21 @@ class Roster:
         if worker is not None:
             worker.refuse(num_tokens)
             self._update(worker)
+
+    def offer(self, ref: WorkerRef, num_tokens: int, now: float) -> bool:
+        """Count a hand-off of so many tokens that it is offered. Return whether it has blocks for it, as far as it has said."""
+        worker = self._workers[ref]
+        if num_tokens > worker.room:
+            worker.asked_in_vain_at = now
+            return False
+        worker.room -= num_tokens
+        return True
+
+    def offer_refused(self, ref: WorkerRef, num_tokens: int) -> None:
+        """It has not taken what `offer` counted."""
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.room += num_tokens
 
     def keep(self, ref: WorkerRef, request: str) -> None:
         """Send it nothing but this request, or, if that is empty, anything again."""

@@ -31,6 +31,8 @@ from services.gateway.working_paths import cheapest, works
 COMPARED = 6
 """Workers of a pool that are compared, when it has more."""
 COMPARED_PAIRS = 4
+IN_VAIN_APART_S = 0.5
+"""Seconds between two hand-offs that are offered to a worker that says that it lacks blocks for them."""
 HANDOFF_S = 0.005
 """What a handoff costs, beside computing: two hops and a copy."""
 MAX_DIRECT_FACTOR = 4
@@ -155,13 +157,17 @@ class Router(Roster):
         return backlog_s(worker, tokens_per_s=self._tokens_per_s, now=now) <= GAP * self.ttft_s
 
     def choose_decode(self, prefill: WorkerRef, job: Job, *, tried: Iterable[str]) -> WorkerRef | None:
-        """Another decode worker for KV that `prefill` holds."""
+        """Another decode worker for KV that `prefill` holds. None: no worker has room now.
+
+        One that says that it has too few blocks is asked only now and then: that it hears of the request is what lets it keep
+        blocks for it (`services/decode/kept_place.py`)."""
         tried = frozenset(tried)
         for pair in self._pairs_of(prefill):
             candidates = [w for w in self._candidates(self._pairs[pair][1], {}, job) if w.ref.id not in tried]
+            candidates = [w for w in candidates if job.num_tokens <= w.room or job.now - w.asked_in_vain_at >= IN_VAIN_APART_S]
             candidates = [w for w in candidates if works(self._workers[prefill], w)] or candidates
             if candidates:
-                return min(candidates, key=lambda w: self._decode_cost(w, job, {})).ref
+                return min(candidates, key=lambda w: (job.num_tokens > w.room, self._decode_cost(w, job, {}))).ref
         return None
 
     def may_redirect(self, prefill: WorkerRef, *, tried: Iterable[str]) -> bool:

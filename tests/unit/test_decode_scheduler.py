@@ -53,6 +53,17 @@ def stop_after(bench: Bench, prompt: list[int], num_tokens: int) -> list[int]:
     return bench.runner.expected_tokens(prompt, sequence("", prompt).sampling, num_tokens)[-1:]
 
 
+def test_the_room_it_announces_is_that_of_the_longest_sequence_it_would_take() -> None:
+    bench = Bench()
+    scheduler, taken = scheduler_on(bench, max_running=64), 0
+    while scheduler.room:
+        with pytest.raises((OutOfBlocks, ContextLengthExceeded)):
+            scheduler.admit(sequence("long", list(range(scheduler.room + 1))))
+        scheduler.admit(sequence(f"a{taken}", list(range(min(20, scheduler.room - 1)))))
+        taken += 1
+    assert taken > 1
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_sequence_without_a_token_leaves_alone_and_its_blocks_are_offered_to_nobody(ahead: bool) -> None:
     bench = Bench()

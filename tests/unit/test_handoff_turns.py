@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import HandedOff, HandoffFailed, PrefillTask, SamplingParams, TokenFrame, TokenFrames
+from common.protocol.messages import HandedOff, HandoffFailed, PrefillTask, Redirect, SamplingParams, TokenFrame, TokenFrames
 from services.gateway.actions import Limits
 from services.gateway.dispatch import Dispatcher
 from services.gateway.generation import GenerationRequest
@@ -62,6 +62,77 @@ class Site:
             frame = TokenFrame(one.id, ask.attempt, 0, [5], finish="stop")
             self.made.frames(TokenFrames(worker=DECODE, frames=[frame]), self.now)
         return request in [one for one, _ in asks]
+
+
+class FullSite:
+    """Prompts of some lengths that a prefill worker has computed, and a decode worker that lacks blocks for all of them."""
+
+    def __init__(self, *lengths: int) -> None:
+        placement = Placement(Router(direct_max_tokens=64), Health(trusting=True))
+        self.made = Dispatcher(placement=placement, max_queue=100, max_requests=1000, no_workers_grace_s=9.0, now=0.0)
+        self.now, self.room = 0.0, 0
+        self.length_of = {f"r{number}": length for number, length in enumerate(lengths)}
+        for name, length in self.length_of.items():
+            asked = GenerationRequest(id=name, prompt=[9] * length, sampling=SamplingParams(max_tokens=8), deadline_s=600.0)
+            self.made.submit(Request(asked, wire_id=name, gateway=GATEWAY, limits=Limits(), now=0.0, wall_ms=0), 0.0)
+        self.beat()
+        for request, ask in sorted(self.made.take_asks(), key=lambda asked: asked[0].id):
+            self.now += 0.001
+            self.made.accepted(request.id, PREFILL, ask.attempt, self.now)
+            self.made.frames(TokenFrames(worker=PREFILL, frames=[TokenFrame(request.id, ask.attempt, 0, [5])]), self.now)
+            self.refuse(request.id)
+        for name in self.offers():
+            self.refuse(name)
+
+    def beat(self) -> None:
+        self.now += HEARTBEAT_S
+        said = [presence("prefill", credits=64, host="h", fingerprint="f")]
+        said.append(presence("decode", credits=64, host="h", fingerprint="f", room=self.room))
+        self.made.refresh(said, self.now)
+        self.made.tick(self.now)
+
+    def refuse(self, name: str) -> None:
+        self.made.handoff_failed(HandoffFailed(worker=PREFILL, request=name, attempt=1, code="out_of_blocks"), self.now)
+
+    def take(self, name: str) -> None:
+        self.made.handed_off(HandedOff(worker=PREFILL, request=name, attempt=1, decode=DECODE), self.now)
+
+    def end(self, name: str) -> None:
+        frame = TokenFrame(name, 1, 1, [6], finish="stop")
+        self.made.frames(TokenFrames(worker=DECODE, frames=[frame]), self.now)
+
+    def offers(self) -> list[str]:
+        """The requests whose hand-off is offered again."""
+        return [tell.message.request for tell in self.made.take_tells() if isinstance(tell.message, Redirect)]
+
+
+def test_while_there_are_no_blocks_the_oldest_hand_off_alone_is_offered_and_seldom() -> None:
+    at = FullSite(1000, 900, 1000, 800)
+    offered: list[str] = []
+    for _ in range(16):
+        at.beat()
+        for name in at.offers():
+            offered.append(name)
+            at.refuse(name)
+    assert set(offered) == {"r0"} and 6 <= len(offered) <= 8, "once in half a second"
+
+
+def test_a_hand_off_is_offered_as_soon_as_there_are_blocks_for_it() -> None:
+    at = FullSite(1000, 900, 1000, 800)
+    at.beat()
+    while at.offers() != ["r0"]:
+        at.beat()
+    at.refuse("r0")
+    at.room = 2000
+    at.beat()
+    assert at.offers() == ["r0", "r1"], "two have room together"
+    at.take("r0")
+    at.take("r1")
+    assert at.offers() == []
+    at.end("r0")  # between two heartbeats
+    assert at.offers() == ["r2"]
+    at.refuse("r2")
+    assert at.offers() == ["r3"], "a shorter one may have room where a longer one had none"
 
 
 def test_short_requests_overtake_a_hand_off_for_a_while_and_then_wait_until_it_has_its_place() -> None:
