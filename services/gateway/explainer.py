@@ -34,7 +34,7 @@ from common.protocol.messages import Message
 from common.runtime import logs
 from common.runtime.bus import Bus, BusMessage, Endpoint
 from services.gateway import bodies
-from services.gateway.explanations import Ended, Explanations, Told, explanation, workers_of
+from services.gateway.explanations import Ended, Explanations, Told, explanation, holders_of, workers_of
 from services.gateway.nats_reply import check_reply
 from services.gateway.requests import Request
 
@@ -115,8 +115,9 @@ class Explainer:
         """`gone`: workers that did not answer about another choice, and why. They are not asked again."""
         told: list[Told] = []
         silent: dict[str, str] = {}
+        holders = {worker.id for worker in holders_of(record)}
 
-        async def ask(worker: WorkerRef, *, is_peer: bool) -> None:
+        async def ask(worker: WorkerRef) -> None:
             asked_at = self._host.clock()
             try:
                 answer = await self._host.ask(worker, Explain(request=record.id), ASK_TIMEOUT_S)
@@ -127,21 +128,19 @@ class Explainer:
             else:
                 if isinstance(answer, Explained) and answer.records:
                     told.append(Told(answer, _offset_s(answer.now, asked_at, self._host.clock())))
-                elif not is_peer:  # of a kvstore or a draft worker: there was nothing to do for it
-                    silent[worker.id] = (
-                        "it knows nothing of the request: it never took it, has started anew, or has forgotten it"
-                    )
+                elif worker.id in holders:  # who refused it knows nothing, nor does a kvstore that had nothing to do for it
+                    silent[worker.id] = "it knows nothing of the request: it has started anew, or has forgotten it"
 
-        async def ask_all(some: list[WorkerRef], *, is_peer: bool) -> None:
+        async def ask_all(some: list[WorkerRef]) -> None:
             async with anyio.create_task_group() as group:
                 for worker in some:
                     if worker not in gone:
-                        group.start_soon(functools.partial(ask, worker, is_peer=is_peer))
+                        group.start_soon(ask, worker)
 
         workers = _latest_lives(workers_of(record))
-        await ask_all(workers, is_peer=False)
+        await ask_all(workers)
         peers = _latest_lives([peer for answer, _ in told for one in answer.records for peer in one.peers])[:MAX_PEERS]
-        await ask_all(peers, is_peer=True)
+        await ask_all(peers)
         workers += peers
         silent |= {worker.id: gone[worker] for worker in workers if worker in gone}
         now, wall_s = self._host.clock(), time.time()

@@ -163,6 +163,17 @@ def workers_of(record: Ended) -> list[WorkerRef]:
     return list(dict.fromkeys(worker for worker in found if worker is not None))
 
 
+def holders_of(record: Ended) -> set[WorkerRef]:
+    """Return the workers that took the request. The others refused it, or had no part in it before it went elsewhere."""
+    held: set[WorkerRef | None] = set()
+    for step in record.history.steps:
+        if step.state in (State.PREFILLING, State.HANDING_OFF):
+            held.add(step.decode if step.prefill is None else step.prefill)
+        elif step.state is State.DECODING:
+            held.add(step.decode)
+    return {worker for worker in held if worker is not None}
+
+
 def explanation(
     record: Ended, told: Iterable[Told], *, gateway: str, silent: Mapping[str, str], now: float, wall_s: float
 ) -> Explanation:

@@ -9,18 +9,20 @@ import pytest
 
 from common.protocol import errors
 from common.protocol.explain_messages import Explained, ExplainedEvent, Explanation, WorkerEvent, WorkerRecord
+from common.protocol.explain_messages import Explanations as Answer
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import SamplingParams
+from common.protocol.messages import Message, SamplingParams
 from services.gateway import history
 from services.gateway.actions import Limits, State
 from services.gateway.batches.records import LineKind
 from services.gateway.batches.results import answered, refused
+from services.gateway.explainer import Explainer
 from services.gateway.explanations import MAX_ENDED, Explanations, Told, explanation, record_of, workers_of
-from services.gateway.handoff import handed_off
+from services.gateway.handoff import handed_off, handoff_failed, redirect
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.routes import Choice, Costed
 from services.gateway.views.registry import new_id
-from tests.unit.gateway_request import D1, D2, GATEWAY, P1, PROMPT, frame
+from tests.unit.gateway_request import D1, D2, GATEWAY, P1, P2, PROMPT, frame
 
 
 def asked(
@@ -241,6 +243,30 @@ def test_a_refusal_is_a_retry() -> None:
     request.place(P1, D1, 1.0)
     request.refused(P1, 1, errors.OutOfCredits("full"), 1.5)
     assert event(told(request, now=2.0), "retried").facts["error"] == "out_of_credits"
+
+
+class AskedHost:
+    """A gateway whose workers all answer that they know nothing of a request."""
+
+    clock = staticmethod(lambda: 5.0)
+    ref = GATEWAY
+
+    async def ask(self, to: WorkerRef, message: Message, timeout_s: float, *, repeat: bool = False) -> Message:
+        return Explained(worker=to, now=5.0, records=[])
+
+
+async def test_of_workers_that_know_nothing_only_those_that_took_the_request_are_named() -> None:
+    request = asked("r")
+    request.place(P1, D1, 1.0)
+    request.refused(P1, 1, errors.OutOfCredits("full"), 1.5)
+    request.place(P2, D1, 2.0)
+    request.accepted(P2, 2, 2.1)
+    handoff_failed(request, P2, 2, "out_of_blocks", 3.0)
+    redirect(request, D2, 3.5)
+    handed_off(request, 2, D2, 4.0)
+    explainer = Explainer(AskedHost(), lambda: running(request), reply_prefixes=(), tenants=False)
+    answer = msgspec.json.decode(await explainer.explain("r", None), type=Answer)
+    assert set(answer.requests[0].silent) == {P2.id, D2.id}
 
 
 def test_a_stall_is_told_when_it_is_over_and_while_it_lasts() -> None:
