@@ -34,6 +34,9 @@ from common.text.generation_config import not_applied
 ENGINE_BYTES = 350 << 20
 """What an engine's process takes beside weights and KV: torch, and kernels compiled at run time."""
 
+HEAD_MULTIPLE = 8
+"""Attention over such heads has depended on the batch on no CPU so far. Over others it is measured as an engine loads."""
+
 _GIB = 1 << 30
 _MIB = 1 << 20
 _WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -78,6 +81,11 @@ def check_model(spec: str, engine: EngineConfig | None = None, device: DeviceKin
     warnings = _check_text(files, model, engine)
     if device == "cuda":
         return Servable(files=files, model=model, precision=precision, longest=model.max_context, warnings=warnings)
+    if engine.engine == "torch" and precision.weights != "int8" and model.head_dim % HEAD_MULTIPLE:
+        warnings.append(
+            f"its heads of {model.head_dim} are no multiple of {HEAD_MULTIPLE}: on some CPUs attention over them depends on "
+            "the batch, and an engine in floats refuses them as it loads (--dtype auto computes in 8 bits)"
+        )
     layout = cache_layout(model, engine)
     longest = check_pool(model, engine, layout)
     if longest < model.max_context:

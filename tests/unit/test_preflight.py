@@ -173,6 +173,14 @@ def test_settings_that_do_not_fit_the_model_are_found(model: Path) -> None:
     check_model(str(model), EngineConfig(quantization="fp8"), "cuda")
 
 
+def test_heads_that_a_float_engine_may_refuse_are_a_warning(model: Path) -> None:
+    edit_config(model, head_dim=6)
+    floats = EngineConfig(load_format="dummy", dtype="float32")
+    others = [EngineConfig(load_format="dummy"), msgspec.structs.replace(floats, engine="simulated")]
+    told = [str(check_model(str(model), engine).warnings) for engine in (floats, *others)]
+    assert ["heads of 6" in warnings for warnings in told] == [True, False, False]
+
+
 def test_a_small_pool_is_announced_and_a_useless_one_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
