@@ -35,6 +35,9 @@ DRAFT_PREFIX = ".penstock-"
 GENERATIONS_OFFSET = 128
 DEVICE_MEMORY_BYTES = 72
 
+ROOM_WAIT_S = 1.0
+"""Four looks of a reader at whether what it has mapped is still its owner's."""
+
 _DRAFT_AGE_S = 60.0
 _MAGIC = b"PENSTOCK"
 VERSION = 2
@@ -153,6 +156,17 @@ def reserve(fd: int, offset: int, size: int, directory: Path) -> None:
         os.posix_fallocate(fd, offset, size)
     except OSError as error:
         raise ConfigError(_no_room(directory, size, error.strerror or "no memory"), param="shm_dir") from error
+
+
+def wait_for_room(directory: Path, size: int) -> None:
+    """Return when `directory` has `size` bytes left, or after ROOM_WAIT_S: readers of a segment whose owner died let go of its
+    memory a moment after it was swept.
+
+    :raises ConfigError: `directory` is missing.
+    """
+    until = time.monotonic() + ROOM_WAIT_S
+    while room_bytes(directory) < size and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def check_room(directory: Path, size: int) -> None:

@@ -37,7 +37,7 @@ from common.runtime.lease_metrics import LeaseMetrics
 from common.runtime.leases import LeaseTable
 from common.runtime.request_records import RequestRecords
 from common.transfer.measured import TransferCounts
-from common.transfer.segment_file import check_room, room_bytes, sweep
+from common.transfer.segment_file import check_room, sweep, wait_for_room
 from common.transfer.shm import host_id
 from common.transfer.store_capacity import store_capacity_bytes
 from services.kvstore.arena import Arena
@@ -51,10 +51,6 @@ from services.kvstore.holds import Hold
 from services.kvstore.remote_readers import RemoteReaders
 
 log = logs.get("kvstore")
-
-ROOM_LOOKS = 20
-"""How often a store that starts looks for room in shared memory, within a second: workers may not have unmapped yet what its
-predecessor had."""
 
 
 class KvstoreActor(Actor):
@@ -113,10 +109,7 @@ class KvstoreActor(Actor):
         if swept:
             log.info("swept_segments", segments=swept)
         directory = Path(self.config.shm_dir)
-        for _ in range(ROOM_LOOKS):
-            if room_bytes(directory) >= self.arenas.capacity_bytes:
-                break
-            await anyio.sleep(0.05)
+        await anyio.to_thread.run_sync(wait_for_room, directory, self.arenas.capacity_bytes)
         check_room(directory, self.arenas.capacity_bytes)
         await self.disk.open()
         await self.readers.open()

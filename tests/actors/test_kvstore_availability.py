@@ -19,10 +19,10 @@ from common.protocol.errors import ConfigError
 from common.protocol.messages import KvUsage, Presence, Rejected, ReleaseLease
 from common.runtime.actor import WorkerState
 from common.runtime.bus import BusMessage
+from common.transfer import segment_file
 from common.transfer.segment_file import room_bytes
 from common.transfer.shm import host_id
 from common.worker import store_lookups
-from services.kvstore import actor
 from services.kvstore.actor import KvstoreActor
 from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, Site, lease_of, running, settled, temporary_site, until
 from tests.fixtures.tmpfs import small_tmpfs
@@ -227,7 +227,7 @@ def test_a_missing_shm_dir_is_said_at_start(site: Site):
 
 
 async def test_too_little_shared_memory_is_said_at_start(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(actor, "ROOM_LOOKS", 2)
+    monkeypatch.setattr(segment_file, "ROOM_WAIT_S", 0.1)
     store = site.make_store(capacity_mb=1 << 30)
     with pytest.raises(BaseExceptionGroup) as caught:
         async with anyio.create_task_group() as group:

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.engine.load.open import open_engine
+from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
 from common.transfer.base import RemoteBlocks
 from common.transfer.block_locks import can_lock, lock_to_copy, try_lock_alone
@@ -20,6 +22,7 @@ from common.transfer.segment import Segment
 from common.transfer.segment_file import check_room, room_bytes
 from common.transfer.shm import ShmTransport, StoreTransport
 from common.transfer.store_segment import slot_bytes
+from services.decode.config import DecodeConfig
 from tests.fixtures.tmpfs import small_tmpfs
 
 MIB = 1 << 20
@@ -263,3 +266,23 @@ def test_a_cut_store_is_an_error_and_not_the_end(tmp_path: Path, sparse: Segment
 
 def test_a_slot_is_whole_pages() -> None:
     assert [slot_bytes(size) for size in (1, PAGE, PAGE + 1)] == [PAGE, PAGE, 2 * PAGE]
+
+
+def test_an_engine_waits_for_the_memory_that_readers_still_have_of_a_dead_worker(
+    tmpfs: Path, smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, looks = tmpfs / "held", 0
+    held.write_bytes(bytes(5 * MIB))
+
+    def look(directory: Path) -> int:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            held.unlink()
+        return room_bytes(directory)
+
+    monkeypatch.setattr("common.transfer.segment_file.room_bytes", look)
+    monkeypatch.setattr("common.transfer.segment_file.ROOM_WAIT_S", 5.0)
+    config = DecodeConfig(model=str(smollm2.path), engine="simulated", kv_cache_mb=6, shm_dir=str(tmpfs), device="cpu")
+    engine = open_engine(config, "second")
+    engine.memory.segment.close()

@@ -7,6 +7,7 @@ gets what the weights leave, so the segment comes last; it holds generations, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from common.transfer.checked_copies import prepare
 from common.transfer.cuda_ipc import LocalTransport, export_pool
 from common.transfer.host_stage import HostStage, open_stage
 from common.transfer.segment import Segment
-from common.transfer.segment_file import sweep
+from common.transfer.segment_file import sweep, wait_for_room
 
 if TYPE_CHECKING:
     from common.engine.layer_group import LayerGroup
@@ -96,6 +97,7 @@ def _open_on_cpu(
     layout = cache_layout(model, settings)
     announce_pool(model, settings, layout)
     memory: list[GroupMemory] = []
+    wait_for_room(Path(shm_dir), layout.memory_bytes)
     try:
         for index, (group, num_blocks) in enumerate(layout.pools):
             segment = Segment.create(
