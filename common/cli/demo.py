@@ -7,7 +7,6 @@ shared-memory segment or a port outlives it.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -21,6 +20,7 @@ import anyio
 import msgspec
 import typer
 
+from common.cli import owned_folder
 from common.cli.chunks import Answer, Timing
 from common.cli.client import connected, served_model
 from common.cli.console import err, out, run
@@ -85,13 +85,25 @@ def command(
 
 @contextmanager
 def _site() -> Iterator[Site]:
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    shm_dir = Path(tempfile.mkdtemp(prefix="demo-penstock-", dir=base))
-    try:
-        with claimed_port(0, "--http-port") as http_port, claimed_port(0, "--nats-port") as nats_port:
-            yield Site(http_port, nats_port, shm_dir, f"{os.getpid()}-{time.time_ns()}")
-    finally:
-        shutil.rmtree(shm_dir, ignore_errors=True)
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    with (
+        own_folder(base, "demo-penstock-") as shm_dir,
+        claimed_port(0, "--http-port") as http_port,
+        claimed_port(0, "--nats-port") as nats_port,
+    ):
+        yield Site(http_port, nats_port, shm_dir, f"{os.getpid()}-{time.time_ns()}")
+
+
+@contextmanager
+def own_folder(base: str, prefix: str) -> Iterator[Path]:
+    """A folder of this demo; those of demos that were killed are removed first."""
+    owned_folder.sweep(Path(base).glob(f"{prefix}*"))
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    with owned_folder.owned(folder):
+        try:
+            yield folder
+        finally:
+            owned_folder.remove(folder)
 
 
 @contextmanager
@@ -102,10 +114,11 @@ def _penstock_up(site: Site, model: str, served_model_name: str) -> Iterator[sub
     flags += [f"--{role}=1" for role in ROLES]  # all there are, wanted by this machine or not
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_") or name in KEPT}
     with (
-        tempfile.TemporaryDirectory(prefix="demo-penstock-data-") as data,
+        own_folder(tempfile.gettempdir(), "demo-penstock-data-") as folder,
         subprocess.Popen(
             python_module(
-                "common.runtime.parent_death", ["SIGTERM", *python_module("common.cli", ["up", *flags, "--data-dir", data])]
+                "common.runtime.parent_death",
+                ["SIGTERM", *python_module("common.cli", ["up", *flags, "--data-dir", str(folder / "data")])],
             ),
             env=clean | {MARK: site.mark, PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
@@ -155,7 +168,7 @@ def _stop(up: subprocess.Popen[bytes]) -> None:
 def leftovers(site: Site) -> list[str]:
     """What a stopped demo left behind, one line each."""
     left = [f"process {pid}: {command_line}" for pid, command_line in marked_processes(f"{MARK}={site.mark}")]
-    left += [f"shared memory {path}" for path in site.shm_dir.iterdir()]
+    left += [f"shared memory {path}" for path in site.shm_dir.iterdir() if path.name != owned_folder.LOCK]
     left += [f"port {port}" for port in (site.http_port, site.nats_port) if not is_free(port)]
     return left
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from common.cli import bench, doctor, status
 from common.cli.app import app
 from common.cli.bench_report import percentile
+from common.cli.demo import own_folder
 from common.cli.fleet import Passed, processes, settled, threads_per_worker
 from common.cli.gpus import visible_gpus
 from common.cli.net import claimed_port, free_port, free_ports, http_status
@@ -373,3 +374,22 @@ def test_every_command_can_be_asked_for_help(command: str) -> None:
 
 def test_free_ports_are_no_two_alike() -> None:
     assert len(set(free_ports(200))) == 200
+
+
+def test_a_demo_removes_what_a_killed_one_left_and_not_what_a_running_one_has(tmp_path: Path) -> None:
+    script = """
+import sys, time
+from common.cli.demo import own_folder
+with own_folder(sys.argv[1], "demo-"):
+    print("there", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None and killed.stdout.readline()
+        with own_folder(str(tmp_path), "demo-"):
+            assert len(list(tmp_path.iterdir())) == 2
+        killed.kill()
+    assert len(list(tmp_path.iterdir())) == 1
+    with own_folder(str(tmp_path), "demo-") as folder:
+        assert list(tmp_path.iterdir()) == [folder]
+    assert not list(tmp_path.iterdir())
