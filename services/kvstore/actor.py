@@ -150,6 +150,7 @@ class KvstoreActor(Actor):
             log.warning("lease_expired", lease=lease, blocks=len(hold.slots), writing=hold.writing)
             self._give_back(hold)
         self.arenas.tidy(now, self.config.forget_after_s)
+        self.disk.tick()
 
     def peer_lost(self, peer: Presence) -> None:
         for _, hold in self.leases.release_holder(peer.worker.id):

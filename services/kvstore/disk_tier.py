@@ -27,6 +27,7 @@ from services.kvstore.arenas import Arenas
 from services.kvstore.config import KvstoreConfig
 from services.kvstore.disk_counts import DiskCounts
 from services.kvstore.disk_folder import DiskFolder, DiskUnavailable
+from services.kvstore.disk_threads import STUCK_S, DiskThreads
 from services.kvstore.eviction import LeafOrder
 from services.kvstore.promotion import Promotion
 from services.kvstore.write_back import NOBODY, WriteBack
@@ -55,9 +56,11 @@ class DiskTier:
         self._arenas = arenas
         self._clock = clock
         self._counts = counts
+        self._threads = DiskThreads(clock)
         self._write_back: WriteBack | None = None
         self._promotion: Promotion | None = None
         self._problem = ""
+        self._hangs = False
         self._began_at = 0.0
         self._found: DiskFolder | DiskUnavailable | None = None
         metrics.gauge("kvstore_disk_blocks", "Blocks on disk", read=lambda: float(self.num_blocks))
@@ -99,6 +102,16 @@ class DiskTier:
             problem=self._problem,
         )
 
+    def tick(self) -> None:
+        """Say once when the disk hangs, and when it answers again."""
+        if not self._threads.are_stuck:
+            if self._hangs:
+                self._hangs, self._problem = False, ""
+                log.info("kv_disk_answers", folder=self._config.kv_disk)
+        elif not self._hangs:
+            self._hangs, self._problem = True, f"{self._config.kv_disk} has not ended a write or read for {STUCK_S:g} s"
+            log.error("kv_disk_off", reason=self._problem, until="it answers")
+
     # -- life
 
     async def open(self) -> None:
@@ -127,8 +140,9 @@ class DiskTier:
             log.error("kv_disk_off", reason=self._problem)
             return
         self.folder, self._problem = found, ""
-        self._promotion = Promotion(found, self._arenas, self._counts, self._clock)
-        self._write_back = WriteBack(found, self._arenas, self._counts, self._clock, self._promotion.idle)
+        self._promotion = Promotion(found, self._arenas, self._counts, self._clock, self._threads)
+        idle = self._promotion.idle
+        self._write_back = WriteBack(found, self._arenas, self._counts, self._clock, idle, self._threads)
         took_s = round(self._clock() - self._began_at, 2)
         log.info("kv_disk_open", folder=str(found.path), blocks=self.num_blocks, mib=self.used_bytes >> 20, took_s=took_s)
 
@@ -159,13 +173,16 @@ class DiskTier:
             await self._write_back.run()
 
     async def flush(self) -> None:
-        """Return when everything queued is written, or the disk takes nothing."""
-        if self._write_back is not None:
-            await self._write_back.flush()
+        """Return when everything queued is written, or the disk takes nothing. What hangs is waited for no more."""
+        try:
+            if self._write_back is not None:
+                await self._write_back.flush()
+        finally:
+            await self._threads.settle()
 
     def close(self) -> None:
-        """Save the index, and let the folder go. No thread may be busy any more."""
-        if self.folder is not None:
+        """Save the index, and let the folder go, unless a thread that was left behind has it."""
+        if self.folder is not None and not self._threads.left_behind:
             self.folder.close()
 
     # -- what the store tells and asks

@@ -9,10 +9,10 @@ A lookup is answered after `ANSWER_S` at the latest, with what is in memory by t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import anyio
-import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from common.protocol.cache_messages import BlockLookup
@@ -24,6 +24,7 @@ from services.kvstore.arenas import Arenas
 from services.kvstore.disk_counts import DiskCounts
 from services.kvstore.disk_folder import Copy, DiskFolder, Outcome
 from services.kvstore.disk_index import DiskFile
+from services.kvstore.disk_threads import DiskThreads, LeftBehind
 from services.kvstore.index import longest_tail
 
 log = logs.get("kvstore")
@@ -45,12 +46,15 @@ MAX_READS = 8
 class Promotion:
     """`tasks`: where reading goes on behind an answered lookup; until it is set nothing is read."""
 
-    def __init__(self, folder: DiskFolder, arenas: Arenas, counts: DiskCounts, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: DiskFolder, arenas: Arenas, counts: DiskCounts, clock: Callable[[], float], threads: DiskThreads
+    ) -> None:
         self.tasks: TaskGroup | None = None
         self._folder = folder
         self._arenas = arenas
         self._counts = counts
         self._clock = clock
+        self._threads = threads
         self._reading: set[tuple[str, bytes]] = set()
         self._num_reads = 0
         self._no_wait_before = 0.0
@@ -64,9 +68,10 @@ class Promotion:
 
     def missing(self, lookup: BlockLookup, arena: Arena | None) -> range:
         """Return which hashes of a lookup have to be read from disk, or are being read, for the longest answer to it; those in
-        between that are in memory included. Empty: memory gives as long a one, or too much is being read already."""
+        between that are in memory included. Empty: memory gives as long a one, too much is being read already, or the disk
+        hangs."""
         file = self._folder.index.files.get(lookup.fingerprint)
-        if file is None or self._num_reads >= MAX_READS or self.tasks is None:
+        if file is None or self._num_reads >= MAX_READS or self.tasks is None or self._threads.are_stuck:
             return range(0)
         hashes = lookup.hashes
 
@@ -177,7 +182,8 @@ class Promotion:
         outcomes = [Outcome() for _ in parts]
 
         async def copy(number: int) -> None:
-            outcomes[number] = await anyio.to_thread.run_sync(self._folder.read, parts[number])
+            with contextlib.suppress(LeftBehind):
+                outcomes[number] = await self._threads.run(lambda: self._folder.read(parts[number]))
 
         async with anyio.create_task_group() as tasks:
             for number in range(len(parts)):

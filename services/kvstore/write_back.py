@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import anyio
-import anyio.to_thread
 
 from common.protocol.explain_messages import RequestContext, WorkerEvent
 from common.runtime import logs
@@ -23,6 +22,7 @@ from services.kvstore.arena import Arena
 from services.kvstore.arenas import Arenas
 from services.kvstore.disk_counts import DiskCounts
 from services.kvstore.disk_folder import Copy, DiskFolder, Outcome
+from services.kvstore.disk_threads import DiskThreads, LeftBehind
 from services.kvstore.index_file import MAX_HASH_BYTES
 
 log = logs.get("kvstore")
@@ -58,12 +58,14 @@ class WriteBack:
         counts: DiskCounts,
         clock: Callable[[], float],
         yield_to_reads: Callable[[], Awaitable[None]],
+        threads: DiskThreads,
     ) -> None:
         self._folder = folder
         self._arenas = arenas
         self._counts = counts
         self._clock = clock
         self._yield_to_reads = yield_to_reads
+        self._threads = threads
         self._queue: OrderedDict[tuple[str, bytes], Queued] = OrderedDict()
         self._num_writing = 0
         self._unsaved = False
@@ -93,8 +95,8 @@ class WriteBack:
         self._queued.set()
 
     async def run(self) -> None:
-        """Write what is queued, until cancelled."""
-        while True:
+        """Write what is queued, until cancelled or left behind."""
+        while not self._threads.left_behind:
             rests = self._clock() < self._no_write_before  # what comes meanwhile is no reason to try again
             if not self._unsaved and (rests or not self._queue):
                 self._queued = anyio.Event()
@@ -104,9 +106,10 @@ class WriteBack:
             await self._write()
 
     async def flush(self) -> None:
-        """Return when everything queued is written, or the disk takes nothing."""
-        while not self.settled and self._clock() >= self._no_write_before:
-            await self._progress.wait()
+        """Return when everything queued is written, or the disk takes nothing, or hangs."""
+        while not self.settled and self._clock() >= self._no_write_before and not self._threads.are_stuck:
+            with anyio.move_on_after(self._threads.stuck_in_s):
+                await self._progress.wait()
 
     async def _write(self) -> None:
         """Save what changed in the index, and write a batch of the queue, which then is unsaved."""
@@ -126,7 +129,9 @@ class WriteBack:
         outcome, saved, began_at = Outcome(), False, self._clock()
         try:
             copies = [copy for _, copy, _ in batch]
-            outcome, saved = await anyio.to_thread.run_sync(folder.write, copies, clear, empty, changes)
+            outcome, saved = await self._threads.run(lambda: folder.write(copies, clear, empty, changes))
+        except LeftBehind:
+            return
         finally:
             self._num_writing, self._unsaved = 0, outcome.done > 0
             for number, (arena, copy, _) in enumerate(batch):

@@ -18,7 +18,7 @@ from common.protocol.messages import KvUsage
 from common.worker import store_client, store_lookups
 from common.worker.fetch_rate import FetchRates
 from common.worker.store_lookups import Search
-from services.kvstore import disk_tier, promotion, write_back
+from services.kvstore import disk_threads, disk_tier, promotion, write_back
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.disk_files import SlotFile, slot_bytes_of
 from services.kvstore.disk_folder import DiskFolder
@@ -407,3 +407,46 @@ async def test_a_block_in_use_on_disk_is_not_given_up(site: Site, kv: Path):
         assert folder is not None
         folder.index.check()
         assert folder.index.files["m"].find(CHAIN[0]) is not None
+
+
+async def test_a_store_goes_on_without_a_disk_that_hangs_in_a_write_and_uses_it_again_when_it_answers(
+    site: Site, kv: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    write, answers = SlotFile.write, threading.Event()
+
+    def held_up(*arguments: Any) -> None:
+        answers.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(SlotFile, "write", held_up)
+    monkeypatch.setattr(disk_threads, "STUCK_S", 0.05)
+    store, worker = store_on(site, kv), site.make_worker(fill=1)
+    async with running(store, worker):
+        await worker.store.offer(CHAIN, range(10))
+        await until(lambda: "has not ended a write" in store.presence("ready").tiers[1].problem)
+        assert await worker.store.fetch(CHAIN, range(10)) == 10, "from memory"
+        await grant_of(worker, store, [b"z"])
+        answers.set()
+        await until(lambda: store.disk.num_blocks >= 10 and not store.presence("ready").tiers[1].problem)
+    assert caplog.text.count("kv_disk_off") == 1
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["for-long", "since-a-moment"])
+async def test_a_store_stops_although_its_disk_hangs(site: Site, kv: Path, monkeypatch: pytest.MonkeyPatch, *, knows: bool):
+    began, answers = threading.Event(), threading.Event()
+
+    def held_up(*arguments: Any) -> None:
+        began.set()
+        answers.wait(60)
+
+    monkeypatch.setattr(SlotFile, "write", held_up)
+    monkeypatch.setattr(disk_threads, "STUCK_S", 0.05 if knows else 0.5)
+    store, worker = store_on(site, kv), site.make_worker(fill=1)
+    try:
+        async with running(store, worker):
+            await worker.store.offer(CHAIN, range(10))
+            await until(lambda: bool(store.presence("ready").tiers[1].problem) if knows else began.is_set())
+            store.begin_drain()
+            await until(lambda: not store.running)
+    finally:
+        answers.set()
