@@ -204,6 +204,10 @@ def test_stars_are_read_alike_in_every_format(name: str, pattern: str, module: s
         "re:(a|a)*b",
         "re:(?:a+){2,}",
         "re:" + ".*" * 6,
+        "re:" + ".*?" * 6,
+        "re:{" + ".*" * 6 + "}",
+        "re:" + r"\d+" * 11,
+        "re:" + r"\\d+" * 6,
         "re:" + "(.|.)" * 9,
         "re:" + "a" * 1000,
         "re:" + "(" * 500,
@@ -222,6 +226,8 @@ def test_an_expression_that_might_take_forever_is_refused(pattern: str) -> None:
         r"re:^(?!.*(layers\.(0|1|2)\.mlp)).*$",
         r"re:.*layers\.[0-9*+(]+\.self_attn\)*",
         "re:.*lm_head",
+        r"re:.*?\.layers\.\d+\.mlp\.experts\.[0-9]{1,3}\.(gate|up|down)_proj\d?(_\d+)?\..*?weight(_scale)?",
+        r"re:" + r"\d+\.?" * 5,
     ],
 )
 def test_expressions_of_published_files_are_read(pattern: str) -> None:

@@ -26,7 +26,11 @@ FP8_BLOCK = 128
 _GROUPS = (16, 32, 64)
 _MAX_PATTERN, _MAX_QUANTIFIERS, _MAX_PATTERN_GROUPS = 1000, 5, 8
 """Of a regular expression that names modules. With no repeated group, so many quantifiers bound the steps of a match of a
-name of n characters by about n^5: what `re` does with nested ones grows exponentially."""
+name of n characters by about n^5: what `re` does with nested ones grows exponentially. `?` and those of digits count half:
+numbers in a name are shorter than √n."""
+_OPAQUE = re.compile(r"\\.|\[\^?\]?[^]]*\]|\{\d*,?\d*\}")
+"""Parts of a regular expression that hold no quantifiers: escapes, sets of characters, numbers of repetitions."""
+_QUANTIFIER = re.compile(r"(.?)(?:([*+{])|(?<!\()\?)[?+]?")
 _GGUF_BITS = {2: 4, 3: 4, 7: 8, 14: 4, 15: 4, 18: 8, 38: 4}
 """By llama.cpp's `llama_ftype`: Q4_0, Q4_1, Q8_0, Q4_K_S, Q4_K_M, Q6_K, MXFP4 of experts."""
 _LAYOUTS = ("float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -283,13 +287,18 @@ def _ignored(found: Fields) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _stand_in(part: re.Match[str]) -> str:
+    """Return one character in place of an opaque part."""
+    return "{" if part[0].startswith("{") else "9" if part[0] in (r"\d", "[0-9]") else "x"
+
+
 def _check_patterns(key: str, names: Iterable[str]) -> None:
     """:raises ConfigError: if one is no regular expression, or one that might take forever (see `_MAX_QUANTIFIERS`)."""
     for name in names:
         if not name.startswith("re:"):
             continue
-        pattern = re.sub(r"\\.|\[\^?\]?[^]]*\]", "x", name[3:])  # without escapes and sets of characters
-        quantifiers = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
+        pattern = _OPAQUE.sub(_stand_in, name[3:])
+        quantifiers = sum(1.0 if kind and of != "9" else 0.5 for of, kind in _QUANTIFIER.findall(pattern))
         if len(name) > _MAX_PATTERN or quantifiers > _MAX_QUANTIFIERS or pattern.count("(") > _MAX_PATTERN_GROUPS:
             raise ConfigError(f"{name[:80]!r} in {key} is not supported: it is too long or has too many quantifiers or groups")
         if re.search(r"\)[*+{]", pattern):
