@@ -1,4 +1,5 @@
-"""Conversations for templates that take less than a client may send: one system message, one call in a message. Pure.
+"""Conversations for templates that take less than a client may send: one system message, at the beginning; one call in a
+message. Pure.
 
 Messages are normalized ones (`template.normalize_messages`).
 """
@@ -23,6 +24,16 @@ def with_one_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return list(messages)
     texts = [message["content"] for message in messages[:count] if message["content"]]
     return [{**messages[0], "content": "\n\n".join(texts)}, *messages[count:]]
+
+
+def has_late_systems(messages: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a message of the system or the developer comes behind another one."""
+    return any(message["role"] in _SYSTEM for message in messages[num_leading_systems(messages) :])
+
+
+def with_systems_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `messages` with those of the system and the developer before all others."""
+    return sorted(messages, key=lambda message: message["role"] not in _SYSTEM)
 
 
 def with_single_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

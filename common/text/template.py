@@ -20,7 +20,13 @@ from typing import Any
 import minijinja
 
 from common.protocol.errors import ConfigError, InvalidParameter
-from common.text.conversation import num_leading_systems, with_one_system, with_single_calls
+from common.text.conversation import (
+    has_late_systems,
+    num_leading_systems,
+    with_one_system,
+    with_single_calls,
+    with_systems_first,
+)
 from common.text.special_tokens import SpecialTokens
 from common.text.tokenizer import Tokenizer
 
@@ -105,6 +111,12 @@ class ChatTemplate:
         return "needle" in self._tried([*system, _PROBE_USER])
 
     @functools.cached_property
+    def _takes_late_systems(self) -> bool:
+        """Whether the template shows a system message behind an answer. Gemma's refuses it, gpt-oss' leaves it out."""
+        answered = [_PROBE_USER, {"role": "assistant", "content": "x"}]
+        return "needle" in self._tried([*answered, {"role": "system", "content": "needle"}, _PROBE_USER])
+
+    @functools.cached_property
     def _needs_descriptions(self) -> bool:
         """Whether the template takes tools with a description only, as gpt-oss' does."""
         bare = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
@@ -122,6 +134,8 @@ class ChatTemplate:
 
     def _adapted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Normalized messages as the template takes them."""
+        if has_late_systems(messages) and not self._takes_late_systems:
+            messages = with_systems_first(messages)
         if num_leading_systems(messages) > 1 and not self._takes_systems_together:
             messages = with_one_system(messages)
         most_calls = max(len(message.get("tool_calls") or ()) for message in messages)

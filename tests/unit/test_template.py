@@ -259,9 +259,13 @@ class TestLessThanAClientMaySend:
         template = ChatTemplate(self.ROLES.replace("%}", "%}" + refusal, 1) + " {% endfor %}")
         assert template.render(self.SYSTEMS) == "system:Be brief.\n\nBe kind. user:Hi "
 
+        late = [self.SYSTEMS[0], self.SYSTEMS[2], {"role": "assistant", "content": "Yes?"}, self.SYSTEMS[1], self.SYSTEMS[2]]
+        assert template.render(late) == "system:Be brief.\n\nBe kind. user:Hi assistant:Yes? user:Hi ", "it would be left out"
+
     def test_system_messages_stay_where_they_are_taken(self) -> None:
         template = ChatTemplate(self.ROLES + " {% endfor %}")
         assert template.render(self.SYSTEMS) == "system:Be brief. system:Be kind. user:Hi "
+        assert template.render([self.SYSTEMS[2], self.SYSTEMS[1]]) == "user:Hi system:Be kind. "
 
     @pytest.mark.parametrize(
         "calls",
