@@ -168,6 +168,8 @@ def _check_text(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> 
             bundle.encode_chat([{"role": "user", "content": "Hi"}])
         except InvalidParameter as error:
             warnings.append(f"a chat of one message, tried, is refused: {str(error).splitlines()[0]}")
+    if bundle.template is not None and (unknown := bundle.template.unknown_methods):
+        warnings.append(f"its chat template calls {', '.join(unknown)}, unknown here: chats that come to that are refused")
     if ignored := not_applied(files):
         warnings.append(f"generation_config.json sets {', '.join(ignored)}, which answers here do not follow")
     if bundle.tokenizer.vocab_size > model.vocab_size:

@@ -40,6 +40,11 @@ _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _STRING = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _TAG = re.compile(rf"""\{{[{{%](?:{_STRING.pattern}|[^'"])*?[%}}]\}}""", re.DOTALL)
 _VARIABLE = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
+_UNKNOWN_METHOD = re.compile(
+    r"\.\s*(casefold|center|encode|expandtabs|format_map|isdecimal|isidentifier|isprintable|istitle|ljust|partition|removeprefix|"
+    r"removesuffix|rindex|rjust|rpartition|rsplit|swapcase|translate|zfill)\s*\("
+)
+"""A call of what `pycompat` leaves out of Python's strings. `index` is one of them, and of lists, which have it."""
 _GUARDS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters: never meant for text between people
 _MAX_DEPTH = 32
 _PROBE_USER = {"role": "user", "content": "x"}
@@ -84,6 +89,12 @@ class ChatTemplate:
         `message.thinking` of gpt-oss' are none."""
         tags = _TAG.findall(_COMMENT.sub("", self._source))
         return frozenset(name for tag in tags for name in _VARIABLE.findall(_STRING.sub("", tag)))
+
+    @property
+    def unknown_methods(self) -> list[str]:
+        """Methods of Python's strings that the template calls and minijinja lacks. A chat that comes to one is refused."""
+        tags = _TAG.findall(_COMMENT.sub("", self._source))
+        return sorted({name for tag in tags for name in _UNKNOWN_METHOD.findall(_STRING.sub("''", tag))})
 
     @functools.cached_property
     def _call_form(self) -> tuple[str | None, bool] | None:

@@ -17,8 +17,9 @@ from safetensors.numpy import load_file, save_file
 from common.cli.preflight import check_machine, check_model
 from common.engine.load.layout import EngineConfig
 from common.models.source import ModelFiles
-from common.protocol.errors import ConfigError, UnknownModel
+from common.protocol.errors import ConfigError, InvalidParameter, UnknownModel
 from common.runtime.memory import available_bytes
+from common.text.template import ChatTemplate
 from services.gateway.__main__ import served
 from services.gateway.config import GatewayConfig
 from tests.fixtures.hub import hub_of
@@ -107,6 +108,27 @@ def test_a_template_that_refuses_a_plain_chat_is_a_warning(model: Path, template
     (model / "chat_template.jinja").write_text(template)
     [warning] = check_model(str(model)).warnings
     assert warning.startswith("a chat of one message, tried, is refused: the model's chat template") and says in warning
+
+
+def test_a_template_with_methods_that_are_unknown_here_is_a_warning(model: Path) -> None:
+    template = model / "chat_template.jinja"
+    shown = "{{ messages[0].content }}{# x.zfill(2) #}{{ '.center(' }}"
+    for call, warns in (("{% if tools %}{{ 'a-b'.rsplit('-') }}{% endif %}", True), ("{{ 'a-b'.split('-', 1) }}", False)):
+        template.write_text(shown + call)
+        warnings = str(check_model(str(model)).warnings)
+        assert ("calls rsplit, unknown here" in warnings) is warns
+        assert "zfill" not in warnings and "center" not in warnings
+
+
+def test_the_methods_that_are_said_to_be_unknown_are() -> None:
+    for name in sorted(method for method in dir(str) if not method.startswith("_")):
+        template = ChatTemplate("{{ messages[0].content." + name + "() }}")
+        try:
+            template.render([{"role": "user", "content": "x"}])
+            said = ""
+        except InvalidParameter as error:
+            said = str(error)
+        assert ("no method named" in said) == (name in {*template.unknown_methods, "index", "maketrans"}), name
 
 
 def test_what_a_generation_config_asks_for_in_vain_is_a_warning(model: Path) -> None:
