@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.protocol.errors import InvalidParameter
-from common.text.output.grammar_writer import WHITESPACE
+from common.text.output.grammar_writer import WHITESPACE, schema_text
 
 MAX_CHOICES = 1024
 INLINE_GRAMMAR_CHARS = 512
@@ -157,9 +157,8 @@ def _json(schema: Mapping[str, Any], options: Mapping[str, Any] | None = None) -
         raise InvalidParameter("the pattern must be a string", param="structured_outputs.whitespace_pattern")
     if options.get("disable_any_whitespace"):
         spaces = {"whitespace_flexible": False}
-    text = msgspec.json.encode(schema).decode()
     try:
-        return LLMatcher.grammar_from_json_schema(text, overrides=spaces)  # pyright: ignore[reportArgumentType]
+        return LLMatcher.grammar_from_json_schema(schema_text(schema), overrides=spaces)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         raise InvalidParameter(f"the schema can't be used: {str(error)[:200]}", param="schema") from error
 

@@ -37,6 +37,19 @@ def test_what_openai_has() -> None:
     assert not matches("{}", response_format=named) and not matches('{"a": 1, "b": 2}', response_format=named)
 
 
+def test_a_length_may_be_a_float_without_a_fraction() -> None:
+    for schema, good, bad in (
+        ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, '"ab"', '"abc"'),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 1.0}, "[null]", "[]"),
+    ):
+        assert matches(good, structured_outputs={"json": schema})
+        assert not matches(bad, structured_outputs={"json": schema})
+    schema = {"const": '"maxLength":2.0,', "description": '"maxLength":2.0,'}
+    assert matches(r'"\"maxLength\":2.0,"', structured_outputs={"json": schema})
+    with pytest.raises(InvalidParameter):
+        COMPILER.compile(structure_of(None, {"json": {"type": "string", "maxLength": 2.5}})[0])
+
+
 def test_white_space_is_bounded() -> None:
     assert matches("{" + " " * 32 + "}", response_format={"type": "json_object"})
     assert not matches("{" + " " * 33 + "}", response_format={"type": "json_object"})

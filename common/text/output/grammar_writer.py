@@ -6,6 +6,7 @@ in all other places text is matched, so free text excludes a mark in either form
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,14 @@ MAX_ARGUMENTS = 64
 
 _ANYTHING = "(?s:.*)"
 _OF_NO_PARAMETERS = frozenset({"type", "properties", "required", "$schema", "title", "description"})
+
+
+_WHOLE_BOUND = re.compile(r'("(?:min|max)(?:Length|Items|Properties)":[0-9]+)\.0(?=[,}])')
+
+
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """Return a JSON schema as llguidance reads it, for which 8.0 is no length, as it is in JSON Schema."""
+    return _WHOLE_BOUND.sub(r"\1", msgspec.json.encode(schema).decode())
 
 
 class Callee(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +125,7 @@ class GrammarWriter:
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return a rule for JSON of a schema."""
         own = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        return self.rule(f"%json {msgspec.json.encode(own).decode()}")
+        return self.rule(f"%json {schema_text(own)}")
 
     def arguments(self, callee: Callee) -> str:
         """Return a rule for a call's arguments as a JSON object.
