@@ -79,7 +79,7 @@ class DecodeActor(EngineWorker):
         self.transport = MeasuredTransport(transport, self.kv.transfers)
         self.kv_reader = KvReader(self)
         self.early_heartbeats = EarlyHeartbeats(self)
-        self.kept_place = KeptPlace(lapse_s=max(1.0, 4 * config.heartbeat_s))  # offers come at each heartbeat
+        self.kept_place = KeptPlace(lapse_s=max(2.0, 4 * config.heartbeat_s))  # offers come twice a second
         self.vocabulary = ""
 
     async def start(self) -> None:
