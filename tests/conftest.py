@@ -9,6 +9,7 @@ if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
 
 pytest_plugins = [
     "tests.fixtures.garbage",
+    "tests.fixtures.home",
     "tests.fixtures.model",
     "tests.fixtures.nats",
     "tests.fixtures.slow",

@@ -27,6 +27,7 @@ import torch
 from bench.common.table import markdown
 from common.models.shapes import SHAPES
 from common.ops import backend
+from common.ops.kept import CACHE_VARIABLE
 from common.ops.linear import device as linear_device
 from common.ops.linear.candidates import Candidate, Kind, Op
 from common.ops.linear.linear_tuning import LinearShape, tune_linears
@@ -34,7 +35,6 @@ from common.ops.linear.reference import linear_grouped_reference
 from common.ops.linear.weight import LinearWeight, Role, linear_from_grouped
 from common.ops.quant.group_layout import Code
 from common.ops.quant.grouped import pack_grouped
-from common.ops.tuning import CACHE_VARIABLE
 from common.runtime import parent_death
 
 BYTES_PER_S = 4.24e12

@@ -22,6 +22,7 @@ from common.cli.gpus import visible_gpus
 from common.cli.model_names import local_models
 from common.cli.net import is_free
 from common.models.source import DEFAULT_MODEL
+from common.ops.kept import cache_directory, not_kept
 from common.protocol.errors import BusError, BusRefused, PenstockError
 from common.runtime.fields import ENV_PREFIX
 from common.runtime.gpu_claim import count_gpus
@@ -73,6 +74,7 @@ def command(
         lambda: check_open_files(_open_files_limit()),
         lambda: check_shm(Path(shm_dir)),
         lambda: check_kvstore(Path(shm_dir), os.environ, count_gpus()),
+        check_kernels,
         lambda: check_stale(Path(shm_dir)),
         lambda: check_model(model, Path(shm_dir), os.environ),
         *(lambda finding=finding: finding for finding in check_head(model, os.environ)),
@@ -166,6 +168,13 @@ def check_kvstore(directory: Path, environ: Mapping[str, str], num_gpus: int) ->
     if directory.is_dir() and size > shutil.disk_usage(directory).free:
         return Finding("warning", "kv store", found, f"{directory} has less: lower --capacity-mb, or enlarge it")
     return Finding("ok", "kv store", found)
+
+
+def check_kernels() -> Finding:
+    """Whether kernels that were compiled are kept for the next start."""
+    if reason := not_kept():
+        return Finding("warning", "kernels", "not kept", reason)
+    return Finding("ok", "kernels", f"kept in {cache_directory()}")
 
 
 def check_stale(directory: Path) -> Finding:

@@ -35,6 +35,7 @@ from common.cli.up_config import UpConfig
 from common.cli.up_settings import UpSettings
 from common.engine.settings import check_objectives
 from common.models.naming import expanded
+from common.ops.kept import not_kept
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
 from common.protocol.messages import ServedModel
@@ -167,7 +168,9 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
     capacity_mb = getattr(asked.services["kvstore"], "capacity_mb", 0)
     store_bytes = (asked.config.kvstore or 0) * store_capacity_bytes(capacity_mb, asked.config.shm_dir)
     tight = check_machine(needed, Path(asked.config.shm_dir), store_bytes=store_bytes)
-    return asked, [*warnings, *tight]
+    computes = any(getattr(service, "engine", "") == "torch" for fleet in asked.fleets for service in fleet.services.values())
+    kept = [reason] if computes and (reason := not_kept()) else []
+    return asked, [*warnings, *tight, *kept]
 
 
 def _open_api(asked: UpSettings) -> list[str]:

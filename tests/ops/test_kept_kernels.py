@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.ops.cpu_int8 import compiled_numba
-from common.ops.tuning import CACHE_VARIABLE
+from common.ops.kept import CACHE_VARIABLE
 
 PROGRAM = """
 import hashlib

@@ -341,8 +341,12 @@ def test_status_says_what_each_tier_of_a_kvstore_holds() -> None:
     msgspec.json.encode(status.as_fields(store))
 
 
-def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: ModelFiles) -> None:
+def test_every_finding_that_is_not_ok_says_what_to_do(
+    tmp_path: Path, smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_KERNEL_CACHE", "/dev/null/kernels")
     findings = [
+        doctor.check_kernels(),
         doctor.check_shm(tmp_path / "missing"),
         doctor.check_cores(1),
         doctor.check_open_files(1024),
@@ -356,8 +360,10 @@ def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: M
     assert all(finding.advice for finding in findings)
 
 
-def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None:
+def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_KERNEL_CACHE", str(tmp_path / "kernels"))
     findings = [doctor.check_python(), doctor.check_torch(), doctor.check_cores(2), doctor.check_stale(tmp_path)]
+    findings.append(doctor.check_kernels())
     findings.append(doctor.check_environment({"PENSTOCK_HOME": "/srv", "PATH": "/bin"}))
     findings += [doctor.check_kvstore(tmp_path, {"PENSTOCK_CAPACITY_MB": "1"}, num_gpus) for num_gpus in (0, 1)]
     assert "GPUs" not in findings[-2].found and "path device" in findings[-1].found

@@ -87,6 +87,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_user_without_a_home_has_no_credentials_of_a_bus_of_this_machine(homeless: None) -> None:
+    assert credentials_path(URL, "client") is None
+    assert BusLogin().resolve(URL, user="decode").options == {}
+
+
 def save(path: Path, credentials: Credentials) -> Path:
     write_private(path, msgspec.json.encode(credentials).decode())
     return path

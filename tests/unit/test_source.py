@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.models import source
-from common.models.source import DEFAULT_MODEL, ModelFiles, PullFailed, pull, resolve
+from common.models.source import DEFAULT_MODEL, ModelFiles, NoHome, PullFailed, pull, resolve
 from common.models.weights.gguf_metadata import InvalidGguf, read_metadata
 from common.protocol.errors import UnknownModel
 
@@ -33,6 +33,10 @@ class TestResolve:
         assert source.default_cache_dir() == tmp_path
         monkeypatch.delenv("PENSTOCK_HOME")
         assert source.default_cache_dir() == Path.home() / ".cache" / "penstock"
+
+    def test_a_user_without_a_home_is_told_to_name_a_folder(self, homeless: None) -> None:
+        with pytest.raises(NoHome, match="set PENSTOCK_HOME"):
+            resolve(DEFAULT_MODEL)
 
     def test_a_gguf_file(self, smollm2: ModelFiles) -> None:
         found = resolve(str(smollm2.path))
@@ -246,7 +250,7 @@ class TestPull:
 
     def test_a_cache_that_can_not_be_written_says_so(self, small_package: Path, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        with pytest.raises(PullFailed, match="could not store"):
+        with pytest.raises(PullFailed, match=r"can't write .*: Not a directory; set PENSTOCK_HOME"):
             pull(DEFAULT_MODEL, cache_dir=tmp_path / "file")
 
 

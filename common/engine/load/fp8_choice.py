@@ -29,7 +29,8 @@ from common.engine.load.causal import Causal, centered
 from common.engine.load.sample_text import SAMPLE_TEXT
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder, Inputs, LinearPlace, modules
-from common.ops.tuning import cache_directory, device_name, exclusive
+from common.ops.kept import cache_directory, write_atomically
+from common.ops.tuning import device_name, exclusive
 from common.runtime import logs
 
 log = logs.get("engine")
@@ -110,8 +111,7 @@ def known_or_measured(
             head_memory_saved_mb=round(found.head_memory_bytes / 1e6, 1),
             seconds=round(time.perf_counter() - begun, 1),
         )
-        path.with_suffix(".tmp").write_bytes(msgspec.json.encode(found))
-        path.with_suffix(".tmp").replace(path)
+        write_atomically(path, msgspec.json.encode(found))
     return found
 
 

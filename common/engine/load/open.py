@@ -18,6 +18,8 @@ from common.engine.load.runners import announce_pool, load_runner, resolve_devic
 from common.engine.settings import EngineServiceConfig
 from common.models.config import ModelConfig, load_config, weights_identity
 from common.models.source import ModelFiles, resolve
+from common.ops.kept import not_kept
+from common.runtime import logs
 from common.transfer.checked_copies import prepare
 from common.transfer.cuda_ipc import LocalTransport, export_pool
 from common.transfer.host_stage import HostStage, open_stage
@@ -26,6 +28,8 @@ from common.transfer.segment_file import sweep, wait_for_room
 
 if TYPE_CHECKING:
     from common.engine.layer_group import LayerGroup
+
+log = logs.get("engine")
 
 Progress = Callable[[int, int], None]
 
@@ -52,6 +56,8 @@ def open_engine(
     check_use(model, files.name, drafts=drafts)
     identity = weights_identity(files, model, dummy=settings.load_format == "dummy")
     sweep(config.shm_dir)
+    if settings.engine == "torch" and (reason := not_kept()):
+        log.warning("kernels_not_kept", reason=reason)
     on_gpu = resolve_device(settings) != "cpu"
     settings = EngineConfig.of(config, on_gpu=on_gpu)
     if not on_gpu:

@@ -26,7 +26,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
-from common.ops.tuning import cache_directory
+from common.ops.kept import cache_directory
 
 REASSOCIATING = frozenset({"reassoc", "contract", "nsz", "nnan"})
 """Sums and maxima may be taken in the order that suits vectors: the same one for every row, since the code is the same. What
