@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from common.models.source import default_cache_dir
 from common.protocol.errors import ConfigError
 from common.runtime import api_keys
 from common.runtime.bus_login import BusLogin, run_folder, write_private
-from common.runtime.nats_access import USERS, draw_credentials, server_config
+from common.runtime.nats_access import USERS, draw_credentials, quoted, server_config
 
 MAX_PAYLOAD_BYTES = 8 << 20
 """Prompts travel as token ids, four bytes each: two million of them."""
@@ -146,7 +145,7 @@ def lack_of_room(folder: Path, storage_mb: int) -> list[str]:
 
 def jetstream_config(folder: str) -> str:
     """The `jetstream` block of a nats-server's configuration: what was accepted is on the disk."""
-    return f"jetstream {{ store_dir: {json.dumps(folder)}, sync_interval: always }}\n"
+    return f"jetstream {{ store_dir: {quoted(folder)}, sync_interval: always }}\n"
 
 
 def config_path(folder: Path) -> Path:

@@ -159,7 +159,7 @@ def write_private(path: Path, text: str) -> None:
         new = path.with_name(f".{path.name}.{os.getpid()}")
         new.unlink(missing_ok=True)
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, PRIVATE_FILE)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         new.replace(path)
     except OSError as error:

@@ -153,12 +153,17 @@ def server_config(credentials: Mapping[str, Credentials], *, reply_prefixes: Seq
     for user, known in credentials.items():
         allowed = permissions(user, reply_prefixes=reply_prefixes, tenant=bool(known.tenant))
         lines += [
-            f"    {{ user: {json.dumps(known.user)}, password: {json.dumps(known.password)}, permissions: {{",
-            f"      publish: {{ allow: {json.dumps(list(allowed.publish))} }}",
-            f"      subscribe: {{ allow: {json.dumps(list(allowed.subscribe))} }}",
+            f"    {{ user: {quoted(known.user)}, password: {quoted(known.password)}, permissions: {{",
+            f"      publish: {{ allow: {quoted(list(allowed.publish))} }}",
+            f"      subscribe: {{ allow: {quoted(list(allowed.subscribe))} }}",
             "    } }",
         ]
     return "\n".join([*lines, "  ]", "}", ""])
+
+
+def quoted(value: str | list[str]) -> str:
+    """Return a string, or a list of them, as nats-server reads it: JSON, but for escapes of characters that are not ASCII."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def parse_credentials(data: bytes, name: str) -> Credentials:

@@ -22,6 +22,7 @@ import msgspec
 
 from common.protocol.errors import ConfigError
 from common.runtime import logs, parent_death
+from common.runtime.nats_access import quoted
 
 log = logs.get(__name__)
 
@@ -90,10 +91,11 @@ def _write_config(store_dir: Path, listen: str, max_payload: int) -> tuple[Path,
     store_dir.mkdir(parents=True, exist_ok=True)
     config_path = store_dir / "nats-server.conf"
     config_path.write_text(
-        f"listen: {json.dumps(listen)}\n"
+        f"listen: {quoted(listen)}\n"
         f"max_payload: {max_payload}\n"
         f"max_pending: {max(64 * 1024 * 1024, max_payload)}\n"
-        f"ports_file_dir: {json.dumps(str(store_dir))}\n"
+        f"ports_file_dir: {quoted(str(store_dir))}\n",
+        encoding="utf-8",
     )
     return config_path, store_dir / "nats-server.log"
 

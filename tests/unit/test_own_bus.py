@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from common.cli import own_bus, owned_folder
 from common.cli.up_config import UpConfig
 from common.protocol.errors import ConfigError
+from common.runtime.nats_server import find_binary
 
 
 class Disk(msgspec.Struct):
@@ -60,6 +62,14 @@ def test_the_next_bus_removes_what_killed_ones_left_and_nothing_else(home: Path)
         assert (taken / "client.json").is_file() and (alive / "client.json").is_file()
     assert {path.name for path in run.iterdir()} == {"of-an-earlier-version", "linked"}
     assert (kept / "client.json").is_file()
+
+
+def test_the_server_reads_its_configuration_whatever_the_folders_are_called(home: Path, tmp_path: Path) -> None:
+    data = tmp_path / 'jürgen\'s "größte" Daten $HOME \\ 数据'
+    with own_bus.prepared(4321, clients=(), reply_prefixes=("_INBOX.",), data=data) as folder:
+        command = [find_binary(), "-t", "-c", own_bus.config_path(folder)]
+        tested = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert tested.returncode == 0, tested.stderr
 
 
 def test_two_have_not_the_same_folder_at_a_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
