@@ -22,6 +22,6 @@ def main() -> None:
 def _tolerant(stream: TextIO | None) -> TextIO:
     """Return the stream with an error handler for what its encoding lacks, or for a closed one (`>&-`) one to nowhere."""
     if stream is None:
-        return Path(os.devnull).open("w")
+        return Path(os.devnull).open("w", encoding="utf-8", errors="replace")
     stream.reconfigure(errors="replace" if stream.isatty() else "backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     return stream

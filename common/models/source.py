@@ -118,6 +118,8 @@ def resolve(spec: str, *, cache_dir: Path | None = None, weights: bool = True) -
             return _local(path, model_name(spec), weights)
     except OSError as error:  # a folder that this user may not look into, a name that is too long
         raise UnknownModel(f"{spec[:_SHOWN]} can't be read: {error.strerror}", param="model") from error
+    except UnicodeEncodeError as error:
+        raise UnknownModel(f"{spec[:_SHOWN]!r} can't be read: rename it, its name is not UTF-8", param="model") from error
     if match := hub_id(spec):
         if found := _hub_cached(match["repo"], match["revision"]):
             return found

@@ -222,6 +222,10 @@ def build(kind: type[T], fields: Fields, given: Mapping[str, Given]) -> T:
 def convert(field: Field, given: Given) -> Any:
     """:raises ConfigError: if the value does not fit the setting; it names where the value was given."""
     value = given.value
+    if isinstance(value, str) and not _is_utf8(value):
+        got = "what is given" if field.secret else repr(value)
+        advice = "choose another name, or set a UTF-8 locale (LC_ALL=C.UTF-8)"
+        raise ConfigError(f"{given.source}: {got} is not UTF-8: {advice}", param=field.name)
     if given.is_text and field.is_collection:
         value = [item.strip() for item in value.split(",") if item.strip()]
     try:
@@ -232,6 +236,15 @@ def convert(field: Field, given: Given) -> Any:
     except (msgspec.ValidationError, ValueError) as error:
         got = "" if field.secret else f", got {given.value!r}"
         raise ConfigError(f"{given.source}: {_sentence(error, field)}{got}", param=field.name) from error
+
+
+def _is_utf8(text: str) -> bool:
+    """Return whether text came as UTF-8. Python keeps other bytes of a command line as surrogates, which no message carries."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _sentence(error: Exception, field: Field) -> str:

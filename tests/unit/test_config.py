@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -57,6 +58,14 @@ def test_flags_win_over_environment_over_the_section_over_common_over_defaults(t
     assert load("--lease-s", "4", path=path, environ={"PENSTOCK_LEASE_S": "3"}).lease_s == 4.0
     assert load("--config", str(path)).num_blocks == 10
     assert load(environ={"PENSTOCK_CONFIG": str(path)}).num_blocks == 10
+
+
+def test_text_that_is_no_utf8_is_refused():
+    """The wire is UTF-8: a worker that was called so could say nothing."""
+    name = os.fsdecode(b"caf\xe9")
+    assert fails("--model", name).startswith(r"--model: 'caf\udce9' is not UTF-8: choose another name")
+    assert "is not UTF-8" in fails("--names", f"a,{name}") and "is not UTF-8" in fails("--folder", name)
+    assert name not in fails(environ={"PENSTOCK_NATS_URL": name}) and load("--model", "café").model == "café"
 
 
 def test_every_way_to_write_a_flag():

@@ -34,6 +34,12 @@ class TestResolve:
         monkeypatch.delenv("PENSTOCK_HOME")
         assert source.default_cache_dir() == Path.home() / ".cache" / "penstock"
 
+    def test_a_name_that_is_no_utf8_is_refused(self, tmp_path: Path) -> None:
+        named = tmp_path / os.fsdecode(b"caf\xe9.gguf")
+        named.write_bytes(b"GGUF")
+        with pytest.raises(UnknownModel, match="rename it, its name is not UTF-8"):
+            resolve(str(named))
+
     def test_a_user_without_a_home_is_told_to_name_a_folder(self, homeless: None) -> None:
         with pytest.raises(NoHome, match="set PENSTOCK_HOME"):
             resolve(DEFAULT_MODEL)

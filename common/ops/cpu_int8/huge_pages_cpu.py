@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 _MAPS = Path("/proc/self/maps")
-_ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0\s*(\[heap\])?$", re.MULTILINE)
+_ANONYMOUS = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0\s*(\[heap\])?$", re.MULTILINE)
 _HUGE = 2 << 20
 _PIECE = 32 * _HUGE
 _MADV_HUGEPAGE = 14
@@ -20,7 +20,7 @@ def use_huge_pages(limit_s: float = 3.0) -> int:
     rest is left to the kernel. Returns the bytes that it agreed to; 0 where it has none. Nothing but speed depends on it:
     SmolLM2's decode steps take 8-12 % less time."""
     try:
-        ranges = [(int(begin, 16), int(end, 16)) for begin, end, _ in _ANONYMOUS.findall(_MAPS.read_text())]
+        ranges = [(int(begin, 16), int(end, 16)) for begin, end, _ in _ANONYMOUS.findall(_MAPS.read_bytes())]
         madvise = ctypes.CDLL(None, use_errno=True).madvise
     except (OSError, AttributeError):
         return 0
