@@ -7,6 +7,7 @@ shared-memory segment or a port outlives it.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -37,6 +38,8 @@ from common.runtime.sections import ROLES
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
+SHM_BYTES = 3 << 30
+"""KV blocks of a prefill and a decode worker, and of a kvstore."""
 KEPT = ("PENSTOCK_HOME", "PENSTOCK_KERNEL_CACHE")
 """Variables of ours that a demo's processes see: where things are kept. Settings would make it another demo."""
 MARK = "PENSTOCK_DEMO"
@@ -85,9 +88,8 @@ def command(
 
 @contextmanager
 def _site() -> Iterator[Site]:
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     with (
-        own_folder(base, "demo-penstock-") as shm_dir,
+        own_folder(_shared_memory() or tempfile.gettempdir(), "demo-penstock-") as shm_dir,
         claimed_port(0, "--http-port") as http_port,
         claimed_port(0, "--nats-port") as nats_port,
     ):
@@ -95,7 +97,7 @@ def _site() -> Iterator[Site]:
 
 
 @contextmanager
-def own_folder(base: str, prefix: str) -> Iterator[Path]:
+def own_folder(base: str | Path, prefix: str) -> Iterator[Path]:
     """A folder of this demo; those of demos that were killed are removed first."""
     owned_folder.sweep(Path(base).glob(f"{prefix}*"))
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
@@ -104,6 +106,16 @@ def own_folder(base: str, prefix: str) -> Iterator[Path]:
             yield folder
         finally:
             owned_folder.remove(folder)
+
+
+def _shared_memory(directory: Path = Path("/dev/shm")) -> Path | None:
+    """Return `directory` if it can be written and has room for a demo's KV blocks, which a container's 64 MiB have not. None:
+    the folder for temporary files is to be used."""
+    try:
+        enough = shutil.disk_usage(directory).free >= SHM_BYTES
+    except OSError:
+        return None
+    return directory if enough and os.access(directory, os.W_OK | os.X_OK) else None
 
 
 @contextmanager

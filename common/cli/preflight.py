@@ -126,6 +126,12 @@ def check_machine(needed: Sequence[tuple[Servable, int]], shm_dir: Path, *, stor
             "lower --kv-cache-mb, enlarge it, or choose another with --shm-dir",
             param="kv_cache_mb",
         )
+    if store_bytes > free:
+        raise ConfigError(
+            f"KV stores may take {store_bytes / _MIB:.0f} MiB of shared memory, {shm_dir} has {free / _MIB:.0f} free: "
+            "lower --capacity-mb, or choose another with --shm-dir",
+            param="capacity_mb",
+        )
     if pools + store_bytes > free:
         warnings.append(
             f"{shm_dir} has {free / _MIB:.0f} MiB free; with full KV stores {(pools + store_bytes) / _MIB:.0f} are needed: "

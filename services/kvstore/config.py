@@ -20,7 +20,7 @@ class KvstoreConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=0,
             le=1 << 30,
-            description="MiB of shared memory for KV blocks, at most; 0: 1024, and with GPUs a quarter of the free memory",
+            description="MiB of shared memory for KV blocks, at most; 0: a quarter of what is free, without GPUs 1024 at most",
         ),
     ] = 0
     max_fingerprints: Annotated[

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import msgspec
@@ -225,8 +227,12 @@ def test_memory_and_shared_memory_must_suffice(model: Path, tmp_path: Path, monk
     assert check_machine([(found, 1)], tmp_path) == []
     with pytest.raises(ConfigError, match=r"100000 KV pools need .* lower --kv-cache-mb"):
         check_machine([(found, 100_000)], tmp_path)
-    [tight] = check_machine([(found, 1)], tmp_path, store_bytes=1 << 60)
-    assert "--capacity-mb" in tight
+    with pytest.raises(ConfigError, match=r"KV stores may take .* lower --capacity-mb"):
+        check_machine([(found, 1)], tmp_path, store_bytes=1 << 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: Mock(free=1 << 30))
+        [tight] = check_machine([(found, 1)], tmp_path, store_bytes=1 << 30)
+    assert "with full KV stores 10" in tight and "--capacity-mb" in tight
     monkeypatch.setattr("common.cli.preflight.available_bytes", lambda: found.engine_bytes + 1)
     [tight] = check_machine([(found, 1)], tmp_path)
     assert "full KV pools" in tight
