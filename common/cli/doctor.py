@@ -20,10 +20,10 @@ from common.cli.client import connected, watch_presence
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, out, run, usable_cores
 from common.cli.gpus import visible_gpus
 from common.cli.model_names import local_models
-from common.cli.net import is_free
+from common.cli.net import claimed_port
 from common.models.source import DEFAULT_MODEL
 from common.ops.kept import cache_directory, not_kept
-from common.protocol.errors import BusError, BusRefused, PenstockError
+from common.protocol.errors import BusError, BusRefused, ConfigError, PenstockError
 from common.runtime.fields import ENV_PREFIX
 from common.runtime.gpu_claim import count_gpus
 from common.runtime.sections import all_variables, unknown_variables
@@ -112,7 +112,6 @@ def check_torch() -> Finding:
 
 
 def check_nats_server() -> Finding:
-    from common.protocol.errors import ConfigError
     from common.runtime.nats_server import find_binary
 
     try:
@@ -280,10 +279,11 @@ def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:
 
 
 def check_port(port: int) -> Finding:
-    if not is_free(port):
-        advice = "if that is not a gateway of yours, give `penstock up` another --http-port"
-        return Finding("warning", "http port", f"{port} is in use", advice)
-    return Finding("ok", "http port", f"{port} is free")
+    try:
+        with claimed_port(port, "--http-port", hint=", unless that is a gateway of yours"):
+            return Finding("ok", "http port", f"{port} is free")
+    except ConfigError as error:
+        return Finding("warning", "http port", str(port), str(error))
 
 
 async def check_bus(url: str) -> Finding:

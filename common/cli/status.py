@@ -32,6 +32,8 @@ LISTEN_S = 0.8
 """Three heartbeats: who is alive was heard by then."""
 DEAD_AFTER_S = 2.0
 REFRESH_S = 0.5
+MIN_COLUMNS = 80
+"""The width of a table: on a narrower terminal its lines wrap or are cut."""
 
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta"}
 
@@ -112,7 +114,7 @@ def in_order(workers: Iterable[Presence]) -> list[Presence]:
     return sorted(workers, key=lambda presence: (rank.get(presence.worker.role, len(rank)), presence.worker.id))
 
 
-def table(workers: list[Presence], columns: int = 80) -> RenderableType:
+def table(workers: list[Presence], columns: int = MIN_COLUMNS) -> RenderableType:
     """One row per worker, within `columns` (80 at least), and what speculation gave; of several models one table each."""
     by_model: dict[str, list[Presence]] = {}
     for worker in workers:
@@ -178,9 +180,10 @@ def _tiers(workers: list[Presence]) -> list[str]:
 def _rows(workers: list[Presence], columns: int) -> Table:
     """`room`: how many more requests a worker would take. `used`, `cached`: shares of its KV blocks; where these are of several
     cache groups, of the fullest."""
-    shown = Table(box=None, header_style="bold", pad_edge=False)
+    # rich would shorten the numbers on a narrower terminal
+    shown = Table(box=None, header_style="bold", pad_edge=False, width=MIN_COLUMNS if columns < MIN_COLUMNS else None)
     widths = {"state": 8, "runs": 4, "waits": 5, "room": 4, "KV used": 7, "cached": 6, "step": 7, "tok/s": 5}
-    id_columns = max(columns, 80) - sum(widths.values()) - 2 * len(widths)
+    id_columns = max(columns, MIN_COLUMNS) - sum(widths.values()) - 2 * len(widths)
     shown.add_column("worker", no_wrap=True)
     for title in widths:
         shown.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)

@@ -282,6 +282,13 @@ def test_status_speaks_of_the_fullest_cache_group() -> None:
     assert " 76% " in console.export_text()
 
 
+def test_status_cuts_no_number_on_a_narrow_terminal() -> None:
+    console = Console(record=True, width=20)
+    console.print(status.table([presence("decode", credits=2912)], console.width), crop=False)
+    shown = console.export_text()
+    assert "2912" in shown and "ready" in shown
+
+
 def test_status_says_what_speculation_gave_where_there_is_any() -> None:
     workers = [presence("decode", 0), presence("decode", 1)]
     console = Console(width=80, record=True)
@@ -345,17 +352,20 @@ def test_every_finding_that_is_not_ok_says_what_to_do(
     tmp_path: Path, smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_KERNEL_CACHE", "/dev/null/kernels")
+    taken = socket.create_server(("127.0.0.1", 0))
     findings = [
         doctor.check_kernels(),
         doctor.check_shm(tmp_path / "missing"),
         doctor.check_cores(1),
         doctor.check_open_files(1024),
+        doctor.check_port(taken.getsockname()[1]),
         doctor.check_model("no-such-model", tmp_path, {}),
         doctor.check_model(DEFAULT_MODEL, tmp_path, {"PENSTOCK_KV_CACHE_MB": "1"}),
         doctor.check_environment({"PENSTOCK_NATS_ULR": "nats://10.0.0.1:4222"}),
         doctor.check_kvstore(tmp_path, {"PENSTOCK_CAPACITY_MB": "much"}, 0),
         doctor.check_kvstore(tmp_path, {"PENSTOCK_CAPACITY_MB": str(1 << 30)}, 0),
     ]
+    taken.close()
     assert all(finding.level != "ok" for finding in findings)
     assert all(finding.advice for finding in findings)
 
