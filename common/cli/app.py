@@ -10,6 +10,7 @@ import difflib
 import importlib.metadata
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -19,7 +20,7 @@ from typer.core import TyperGroup
 from common.cli import bench, chat, demo, doctor, explain, generate, keys, pull, status, up
 from common.cli.console import err, out
 from common.cli.up_command import SettingsCommand
-from common.protocol.errors import PenstockError
+from common.protocol.errors import ConfigError, PenstockError
 from common.protocol.handles import Role
 from common.runtime.config import check_variables
 
@@ -63,6 +64,10 @@ def _options(
     ] = False,
 ) -> None:
     """Serve open language models from pools of separate prefill, decode, draft and KV-store workers."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigError("the working directory is gone: change to another one") from error
     if "doctor" not in sys.argv[1:2] and not {"-h", "--help"} & set(sys.argv):
         check_variables(os.environ, {})
 

@@ -29,11 +29,11 @@ from common.cli.generate import chat_body, conversation, stream_answer
 from common.cli.model_names import local_models
 from common.cli.net import claimed_port, http_status, is_free
 from common.cli.pull import Spec, ensure
-from common.cli.supervisor import python_module
 from common.models.source import DEFAULT_MODEL
 from common.protocol.errors import InternalError
 from common.runtime.bus_login import BusLogin
 from common.runtime.parent_death import PARENT_VARIABLE
+from common.runtime.python_module import python_module
 from common.runtime.sections import ROLES
 
 READY_TIMEOUT_S = 180.0

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -220,8 +219,3 @@ def stage_reserve_s(drain_timeout_s: float) -> float:
 async def _gone(child: Child) -> None:
     if child.process is not None:
         await child.process.wait()
-
-
-def python_module(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of `python -m module`, with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]

@@ -30,7 +30,7 @@ from common.cli.gpus import visible_gpus
 from common.cli.net import claimed_port, reachable
 from common.cli.pull import ensure
 from common.cli.starting import Starting, wait_ready
-from common.cli.supervisor import Command, Supervisor, python_module
+from common.cli.supervisor import Command, Supervisor
 from common.cli.up_config import UpConfig
 from common.cli.up_settings import UpSettings
 from common.engine.settings import check_objectives
@@ -42,6 +42,7 @@ from common.protocol.messages import ServedModel
 from common.runtime.http_access import is_loopback
 from common.runtime.nats_server import find_binary
 from common.runtime.nats_url import redacted
+from common.runtime.python_module import python_module
 from common.transfer.store_capacity import store_capacity_bytes
 
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)

@@ -285,7 +285,7 @@ def _fetch_package(package: _Package, target: Path, report: Progress) -> None:
 
 
 def _pip_download(requirement: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), requirement]
     # pip downloads to TMPDIR first: inside `folder`, the bytes can be counted and nothing is left behind
     environment = os.environ | {"TMPDIR": str(folder)}

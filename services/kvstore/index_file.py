@@ -17,6 +17,8 @@ from pathlib import Path
 import lmdb
 import msgspec
 
+from common.runtime.python_module import python_module
+
 NAME = "index.lmdb"
 COPY_NAME = "index.new"
 CHECK_TIMEOUT_S = 120.0
@@ -101,7 +103,7 @@ def checked(folder: Path) -> bool:
     copy.unlink(missing_ok=True)
     if not path.exists():
         return True
-    command = [sys.executable, "-m", "services.kvstore.index_file", str(path), str(copy)]
+    command = python_module("services.kvstore.index_file", [str(path), str(copy)])
     try:
         status = subprocess.run(command, capture_output=True, timeout=CHECK_TIMEOUT_S).returncode
     except subprocess.TimeoutExpired:
