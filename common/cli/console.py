@@ -6,7 +6,6 @@ Answers go to stdout, everything else to stderr, so that `penstock generate … 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -87,8 +86,3 @@ def download_bar(label: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done_bytes, total=total_bytes or None)
 
         yield report
-
-
-def usable_cores() -> int:
-    """Cores this process may use: fewer than the machine has inside a container or under taskset."""
-    return len(os.sched_getaffinity(0))

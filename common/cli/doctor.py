@@ -17,13 +17,14 @@ import typer
 from rich.table import Table
 
 from common.cli.client import connected, watch_presence
-from common.cli.console import DEFAULT_NATS_URL, NatsUrl, out, run, usable_cores
+from common.cli.console import DEFAULT_NATS_URL, NatsUrl, out, run
 from common.cli.gpus import visible_gpus
 from common.cli.model_names import local_models
 from common.cli.net import claimed_port
 from common.models.source import DEFAULT_MODEL
 from common.ops.kept import cache_directory, not_kept
 from common.protocol.errors import BusError, BusRefused, ConfigError, PenstockError
+from common.runtime.cores import usable_cores
 from common.runtime.fields import ENV_PREFIX
 from common.runtime.gpu_claim import count_gpus
 from common.runtime.sections import all_variables, unknown_variables

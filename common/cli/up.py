@@ -24,7 +24,7 @@ from rich.table import Table
 
 from common.cli import own_bus, owned_folder, up_settings
 from common.cli.client import connected
-from common.cli.console import err, out, run, usable_cores
+from common.cli.console import err, out, run
 from common.cli.fleet import ModelFleet, ProcessSpec, check_disk, processes, settled
 from common.cli.gpus import visible_gpus
 from common.cli.net import claimed_port, reachable
@@ -39,6 +39,7 @@ from common.ops.kept import not_kept
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
 from common.protocol.messages import ServedModel
+from common.runtime.cores import usable_cores
 from common.runtime.http_access import is_loopback
 from common.runtime.nats_server import find_binary
 from common.runtime.nats_url import redacted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from common.engine.matcher import Matcher, fill_together
 from common.engine.plan import Masks, StepRow
+from common.runtime.cores import usable_cores
 
 MIN_TOGETHER = 8
 """Rows with a mask from which on several threads fill them."""
@@ -68,7 +68,7 @@ def fill_masks(rows: Sequence[StepRow], vocab_size: int, buffer: Callable[[int, 
 @functools.cache
 def num_threads() -> int:
     """Return how many threads fill masks: half of this process's cores, since the event loop and the runner need some, too."""
-    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+    return max(1, min(MAX_THREADS, usable_cores() // 2))
 
 
 @functools.cache

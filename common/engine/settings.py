@@ -76,7 +76,7 @@ class EngineServiceConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknow
             "processors; false: all of it through kv_stage_mb"
         ),
     ] = True
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all cores")] = 0
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all usable cores")] = 0
     step_timeout_s: Annotated[
         float, Meta(gt=0, description="least time before a step counts as hung; it is 20 times the slowest of late, or more")
     ] = 5.0

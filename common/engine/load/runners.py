@@ -20,6 +20,7 @@ from common.models.config import ModelConfig, load_config
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError
 from common.runtime import logs
+from common.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,7 @@ def _cpu_runner(
 
     from common.engine.layer_group import LayerGroup
 
-    threads = engine.threads or len(os.sched_getaffinity(0))
+    threads = engine.threads or usable_cores()
     torch.set_num_threads(threads)
     decoder, precision, _ = _decoder(files, model, engine, "cpu", on_progress)
     groups = [
