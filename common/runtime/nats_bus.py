@@ -259,7 +259,14 @@ class NatsBus:
             log.debug("drain_failed", reason=str(error))
         if not client.is_closed:
             with anyio.move_on_after(CLOSE_TIMEOUT_S):  # the other end of a TLS connection may never say goodbye
-                await client.close()
+                try:
+                    await client.close()
+                except (
+                    nats.errors.Error,
+                    OSError,
+                    RuntimeError,
+                ) as error:  # it writes what is left, to a transport that is gone
+                    log.debug("close_failed", reason=str(error))
         self._connected = False
 
     # -- one client after another

@@ -240,6 +240,19 @@ async def test_a_restart_of_the_server_keeps_subscriptions_and_sends_what_was_bu
     await receiver.close()
 
 
+def test_a_server_that_is_gone_is_no_error_of_closing(nats_server_factory: Callable[[], LocalNatsServer]):
+    server = nats_server_factory()
+
+    async def close() -> None:
+        bus = await nats_bus.connect(server.url, name="bus")
+        server.stop()
+        await until(lambda: not bus.connected)
+        await bus.publish("t.last", b"words")
+        await bus.close()
+
+    anyio.run(close, backend_options={"use_uvloop": True})  # as services have it: asyncio's own transports take what is written
+
+
 async def test_of_several_servers_another_one_is_used_when_one_is_gone(nats_server_factory: Callable[[], LocalNatsServer]):
     gone, first, second = (nats_server_factory() for _ in range(3))
     gone.stop()
