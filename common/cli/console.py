@@ -6,6 +6,7 @@ Answers go to stdout, everything else to stderr, so that `penstock generate … 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 FILE_COLUMNS = 160
 """Width of tables that go to a file or a pipe."""
 
+
+class MessageConsole(Console):
+    """What goes to stderr. Where its reader has ended, a command goes on: `up` serves."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else FILE_COLUMNS)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+err = MessageConsole(stderr=True, highlight=False, soft_wrap=True)
 
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)])
 """Everything that a terminal could obey but newline and tab."""

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from common.cli import status
 from common.cli.app import app
 from common.cli.bench import server_of
+from common.cli.console import MessageConsole
 from common.cli.net import free_port
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role, WorkerRef
@@ -272,3 +273,13 @@ def test_status_groups_workers_of_several_models() -> None:
     console.print(status.table([*WORKERS, worker("gateway", "other", model="Another Model")]))
     written = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert written.index("kvstore-7371b4ea") < written.index("Another Model") < written.index("gateway-other")
+
+
+def test_a_reader_of_stderr_that_has_ended_ends_no_command() -> None:
+    """`penstock up 2>&1 | …`: it would stop all services as it reports that one of them crashed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:
+        console = MessageConsole(file=file)
+        console.print("a worker crashed")
+        console.print("and again")
