@@ -27,7 +27,8 @@ def not_kept() -> str:
     directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(4096))  # a full disk takes an empty file
     except OSError as error:
         reason = (error.strerror or "unknown").lower()
         return (

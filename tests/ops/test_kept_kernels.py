@@ -103,6 +103,38 @@ def test_a_clone_loads_what_another_compiled_from_the_same_sources_and_nothing_e
     assert [hits("first", 2), hits("second", 2), hits("changed", 3), hits("third", 3)] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("content", [b"", b"half a pickle"])
+def test_files_that_are_damaged_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, content: bytes
+) -> None:
+    """As a loss of power leaves them."""
+    monkeypatch.setattr(compiled_numba, "_FOLDER", tmp_path / "kernels")
+    assert hits_of_a_kernel(tmp_path) == 0
+    (kept,) = tmp_path.glob(f"kernels/**/*{suffix}")
+    kept.write_bytes(content)
+    assert [hits_of_a_kernel(tmp_path) for _ in range(2)] == [0, 1]
+
+
+def test_files_that_can_neither_be_read_nor_written_are_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another user, and a disk that is full."""
+    monkeypatch.setattr(compiled_numba, "_FOLDER", tmp_path / "kernels")
+    assert hits_of_a_kernel(tmp_path) == 0
+    (index,) = tmp_path.glob("kernels/**/*.nbi")
+    index.unlink()
+    index.mkdir()
+    assert [hits_of_a_kernel(tmp_path) for _ in range(2)] == [0, 0]
+
+
+def hits_of_a_kernel(folder: Path) -> int:
+    """Make a kernel and call it, as a new process does; how often what was kept served."""
+    file = folder / "kernel.py"
+    file.write_text("def kernel(number):\n    return 3 * number\n")
+    kernel = compiled_numba.compiled(kept=True)(runpy.run_path(str(file))["kernel"])
+    assert kernel(7) == 21
+    return sum(kernel.stats.cache_hits.values())
+
+
 def test_a_kept_kernel_leaves_no_call_to_be_bound_by_name(compiled: Lines) -> None:
     """A weak symbol is bound to whatever the process has loaded under that name before."""
     _, linkages = compiled

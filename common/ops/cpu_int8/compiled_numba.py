@@ -128,12 +128,12 @@ class _KeptFunctions(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return None where the caller is to compile it, and then to call `save_overload`."""
-        found = super().load_overload(sig, target_context)
+        found = self._kept(sig, target_context)
         if found is not None:
             return found
         file = Path(self.cache_path) / f"{self._name_of(sig, target_context.codegen())}.lock"
         self._turns[sig] = _turn(file, COMPILING_S)
-        found = super().load_overload(sig, target_context)
+        found = self._kept(sig, target_context)
         if found is not None:
             _end(self._turns.pop(sig))
         return found
@@ -142,9 +142,23 @@ class _KeptFunctions(FunctionCache):
         saving = _turn(Path(self.cache_path) / "saving.lock", SAVING_S)  # all that is kept of a kernel's file has one index
         try:
             super().save_overload(sig, data)
+        except OSError:  # a full disk: the next start compiles again
+            return
         finally:
             _end(saving)
             _end(self._turns.pop(sig, None))
+
+    def _kept(self, sig: Any, target_context: Any) -> Any:
+        """Return what is kept. None: nothing, or it is another user's and can't be read, or damaged, as a loss of power leaves
+        files; then it is forgotten, since Numba reads the index to add to it."""
+        try:
+            return super().load_overload(sig, target_context)
+        except OSError:
+            return None
+        except Exception:  # whatever half a pickle raises
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
 
     def _name_of(self, sig: Any, codegen: Any) -> str:
         return hashlib.sha256(repr((self._impl.filename_base, self._index_key(sig, codegen))).encode()).hexdigest()[:24]
