@@ -114,7 +114,7 @@ def data_folder(config: UpConfig, port: int) -> Iterator[Path | None]:
         lock = (folder / ".lock").open("a")
     except OSError as error:
         raise ConfigError(
-            f"can't write {folder}: {error.strerror}; choose another folder with --data-dir", param="data_dir"
+            f"can't write {folder}: {error.strerror}; set PENSTOCK_HOME, or choose another with --data-dir", param="data_dir"
         ) from error
     with lock:
         try:

@@ -92,3 +92,11 @@ def test_logs_of_a_dead_owner_are_kept_for_a_while(tmp_path: Path) -> None:
     assert owned_folder.sweep([folder], idle_s=60) == []
     os.utime(folder / "decode-0.log", (0, 0))
     assert owned_folder.sweep([folder], idle_s=60) == [folder] and not folder.exists()
+
+
+def test_a_folder_for_files_that_cannot_be_made_names_both_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a home that can be written, `--data-dir` alone would lead to the next error."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="set PENSTOCK_HOME, or choose another"), own_bus.data_folder(UpConfig(), 4321):
+        pass
