@@ -82,8 +82,19 @@ def reachable(host: str) -> str:
 
 
 def may_use_proxy(url: str) -> bool:
-    """Whether the environment's proxy may lead to a server: not to one of this machine."""
-    return not is_loopback(urlsplit(url).hostname or "")
+    """Whether the environment's proxy may lead to a server: not to one of this machine.
+
+    :raises ConfigError: it may, and the environment names one that can't be used.
+    """
+    if is_loopback(urlsplit(url).hostname or ""):
+        return False
+    import httpx  # slow to import
+
+    try:
+        httpx.AsyncClient()
+    except (ImportError, ValueError, httpx.InvalidURL) as error:  # SOCKS without its package, an unknown scheme
+        raise ConfigError(f"a proxy of the environment (http_proxy, https_proxy, all_proxy) can't be used: {error}") from error
+    return True
 
 
 async def http_status(port: int, path: str, *, host: str = "127.0.0.1", timeout_s: float = 2.0) -> int:

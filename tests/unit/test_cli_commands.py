@@ -20,7 +20,7 @@ from common.cli import status
 from common.cli.app import app
 from common.cli.bench import server_of
 from common.cli.console import MessageConsole
-from common.cli.net import free_port
+from common.cli.net import free_port, may_use_proxy
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role, WorkerRef
 from common.protocol.messages import KvUsage, Presence
@@ -283,3 +283,10 @@ def test_a_reader_of_stderr_that_has_ended_ends_no_command() -> None:
         console = MessageConsole(file=file)
         console.print("a worker crashed")
         console.print("and again")
+
+
+def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "gopher://127.0.0.1:9")
+    assert not may_use_proxy("http://127.0.0.1:8000")
+    with pytest.raises(ConfigError, match=r"a proxy of the environment .* can't be used: .*gopher"):
+        may_use_proxy("http://example.org")
