@@ -167,7 +167,8 @@ async def test_a_user_is_known_by_its_nkey(nats_server_factory: MakeServer, tmp_
         (tmp_path / name).write_bytes(seed)
     await works(server.url, BusLogin(nkey=str(tmp_path / "user.nk")))
     with pytest.raises(BusRefused):
-        await nats_bus.connect(server.url, name="test", login=BusLogin(nkey=str(tmp_path / "stranger.nk")), connect_timeout_s=1.5)
+        stranger_login = BusLogin(nkey=str(tmp_path / "stranger.nk"))
+        await nats_bus.connect(server.url, name="test", login=stranger_login, connect_timeout_s=1.5)
 
 
 async def test_a_user_is_known_by_a_file_with_its_jwt_and_seed(nats_server_factory: MakeServer, tmp_path: Path) -> None:
