@@ -193,7 +193,7 @@ def read_tables(path: Path, section: str) -> Tables:
         raise ConfigError(f"{path}: models are tables, each under a line [[{MODEL_TABLES}]]", param=MODEL_TABLES)
     for table, content in tables.items():
         if not isinstance(content, dict):
-            raise ConfigError(f"{path}: {table} belongs into a table, [common] or [{section}]", param=table)
+            raise ConfigError(f"{path}: {table} belongs in a table, [common] or [{section}]", param=table)
         if table not in (*sections.SECTIONS, section):
             unknown(f"table in {path}:", table, (*sections.SECTIONS, section, MODEL_TABLES))
     return tables
@@ -205,7 +205,7 @@ def from_table(tables: Tables, table: str, fields: Fields, path: Path | None) ->
     for name, value in tables.get(table, {}).items():
         if name not in fields:
             if others := sections.other_tables(name, table):
-                raise ConfigError(f"{name} in [{table}] of {path}: it belongs into {others}", param=name)
+                raise ConfigError(f"{name} in [{table}] of {path}: it belongs in {others}", param=name)
             unknown(f"key in [{table}] of {path}:", name, fields)
         found[name] = Given(value, f"{name} in [{table}] of {path}", False)
     return found

@@ -98,7 +98,7 @@ def test_what_is_unknown_names_the_nearest_known(tmp_path: Path):
     path.write_text("[decod]\nnum_blocks = 1\n")
     assert fails(path=path).endswith("decod; did you mean decode?")
     path.write_text("num_blocks = 1\n")
-    assert "num_blocks belongs into a table, [common] or [decode]" in fails(path=path)
+    assert "num_blocks belongs in a table, [common] or [decode]" in fails(path=path)
 
 
 def test_what_is_wrong_names_where_it_was_given(tmp_path: Path):

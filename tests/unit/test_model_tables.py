@@ -158,7 +158,7 @@ def test_a_worker_of_several_models_has_to_be_told(tmp_path: Path) -> None:
             "served_model_name in [[models]] number 1 of {path}: expected str",
         ),
         ("[models]\nmodel = 'x'\n", "models are tables, each under a line [[models]]"),
-        ("[[model]]\nmodel = 'x'\n", "model belongs into a table"),
+        ("[[model]]\nmodel = 'x'\n", "model belongs in a table"),
         ("[[models]]\nmodel = 'a/x'\n[[models]]\nmodel = 'a/x'\n", "two models are called 'a/x'"),
         (
             "[[models]]\nmodel = 'a/x'\n[[models]]\nmodel = 'y'\nserved_model_name = ['y', 'A-X']\n",

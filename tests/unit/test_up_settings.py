@@ -241,9 +241,9 @@ def test_the_gateways_own_table_says_where_the_api_is(tmp_path: Path) -> None:
         ([], {"PENSTOCK_MAX_RUNNING": "many"}, "", "PENSTOCK_MAX_RUNNING: expected int"),
         ([], {}, "[decode]\nmax_runing = 1\n", "max_runing; did you mean max_running?"),
         ([], {}, "[up]\nmax_runing = 1\n", "max_runing; did you mean max_running?"),
-        ([], {}, "[kvstore]\nmax_running = 1\n", "it belongs into [prefill], [decode], [draft] or [up]"),
-        ([], {}, "[common]\ncapacity_mb = 1\n", "it belongs into [kvstore] or [up]"),
-        ([], {}, "[decode]\ngateway = 2\n", "it belongs into [up]"),
+        ([], {}, "[kvstore]\nmax_running = 1\n", "it belongs in [prefill], [decode], [draft] or [up]"),
+        ([], {}, "[common]\ncapacity_mb = 1\n", "it belongs in [kvstore] or [up]"),
+        ([], {}, "[decode]\ngateway = 2\n", "it belongs in [up]"),
         ([], {}, '[kvstore]\ncapacity_mb = "big"\n', "capacity_mb in [kvstore]"),
     ],
 )

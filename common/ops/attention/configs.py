@@ -93,7 +93,7 @@ def widened(config: AttentionConfig, head_dim: int, group: int, dtype: torch.dty
 
 
 def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> Iterator[AttentionConfig]:
-    """What a measurement should try, the default for few rows first; the best belongs into its rules."""
+    """What a measurement should try, the default for few rows first; the best belongs in its rules."""
     base = default_config(head_dim, group, dtype, kind)
     yield base
     if kind == "decode":
