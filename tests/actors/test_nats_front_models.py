@@ -110,7 +110,8 @@ async def run_beside(model: str, *theirs: ServedModel, epoch: int, mine: Sequenc
         await group.start(served.run)
         await beat(bus, "gateway-mine", 1000, BUNDLE.name, *mine)
         await beat(bus, "gateway-theirs", epoch, model, *theirs)
-        await anyio.sleep(0.02)
+        for _ in range(20):  # turns of the loop, also where the machine pauses
+            await anyio.sleep(0.001)
         group.cancel_scope.cancel()
     return served
 

@@ -51,7 +51,7 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
         await bus.close()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
     with anyio.fail_after(timeout_s):
         while True:
             if condition():

@@ -126,7 +126,7 @@ async def test_streams_beside_a_long_prompt_keep_their_pace(
                     prompt = [(first + index) % 40_000 for index in range(3, 4003)]
                     await stack.complete(prompt, max_tokens=1, ignore_eos=True)
             crowd.check()
-            gaps[name] = sorted(late - early for seen in crowd.seen for early, late in pairwise(seen.reply.times))[-3]
+            gaps[name] = sorted(late - early for seen in crowd.seen for early, late in pairwise(seen.reply.times))[-4]
             stack.kill(f"decode-{name}")
             await anyio.sleep(0.1)
     assert gaps["kept"] < 0.6 * gaps["free"], gaps
