@@ -65,7 +65,7 @@ class Canary:
         self._enabled = enabled
         self._seen_at = clock()
         self._numbers = itertools.count(1)
-        self._singing: set[WorkerRef] = set()
+        self._singing: dict[WorkerRef, anyio.CancelScope] = {}
         self._not_before: dict[WorkerRef, float] = {}
 
     def tick(self, now: float, *, connected: bool) -> None:
@@ -98,23 +98,26 @@ class Canary:
         now = self._clock()
         members = [*self._router.decode.members.values(), *self._router.prefill.members.values()]
         self._not_before = {worker.ref: self._not_before.get(worker.ref, 0.0) for worker in members}
+        for gone in self._singing.keys() - self._not_before.keys():
+            self._singing[gone].cancel()  # nobody else may run it, and its failure would count against the worker's next life
         for worker in members:
             ref = worker.ref
             if len(self._singing) >= AT_ONCE:
                 return
             due = worker.usable and worker.spare > 0 and now >= self._not_before[ref] and ref not in self._singing
             if due and now - self._health.proven_at(ref) >= self._interval_s and self._reachable(ref):
-                self._singing.add(ref)
+                self._singing[ref] = anyio.CancelScope()
                 tasks.start_soon(self._sing, ref)
 
     def _reachable(self, worker: WorkerRef) -> bool:
         return worker.role == "decode" or self._router.can_prefill
 
     async def _sing(self, worker: WorkerRef) -> None:
-        """One request to `worker`. A failure counts against it."""
+        """One request to `worker`, while it lives. A failure counts against it."""
         began = self._clock()
         try:
-            await self._send(worker)
+            with self._singing[worker]:
+                await self._send(worker)
         except (Overloaded, ShuttingDown):
             self._not_before[worker] = self._clock() + TRY_AGAIN_S
         except PenstockError as error:
@@ -122,10 +125,10 @@ class Canary:
             self._health.failed(worker, self._clock(), strikes=STRIKES)  # it can't be the canary's fault
             self.failure = f"{worker.id}: {error}"
             log.warning("canary_failed", worker=worker.id, code=error.code, reason=str(error))
-        else:
+        else:  # or the worker has gone
             log.debug("canary_came_back", worker=worker.id, elapsed_ms=round((self._clock() - began) * 1000, 1))
         finally:
-            self._singing.discard(worker)
+            del self._singing[worker]
 
     async def _send(self, worker: WorkerRef) -> None:
         """:raises PenstockError: what a client would have been told."""

@@ -32,6 +32,21 @@ async def test_not_ready_while_requests_fail() -> None:
         assert not at.gateway.cores[0].obstacle
 
 
+async def test_a_canary_for_a_worker_that_is_lost_ends_at_once() -> None:
+    """At its deadline, much later, it would count against the worker's next life."""
+    async with site(prefill=0, decode=2, canary=True, canary_interval_s=0.2) as at:
+        members, canary = at.core.router.decode.members, at.core.canary
+        await at.until(lambda: at.gateway.ready and len(members) == 2)
+        key, lost = next((key, worker) for key, worker in members.items() if worker.ref == at.decode[0].ref)
+        await at.kill(at.decode[0])
+        await at.until(lambda: key not in members)
+        # the canary is sent between the loss and the next heartbeat
+        await at.until(lambda: members.setdefault(key, lost) and lost.ref in canary._singing)
+        members.pop(key, None)
+        await anyio.sleep(0.5)
+        assert lost.ref not in canary._singing and not at.core.dispatcher.num_waiting and not canary.failure
+
+
 async def test_not_ready_without_decode_workers_or_bus_and_ready_again_with_them() -> None:
     async with site(prefill=0, canary=True) as at:
         await at.until(lambda: at.gateway.ready)
