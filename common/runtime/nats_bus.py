@@ -260,12 +260,8 @@ class NatsBus:
         if not client.is_closed:
             with anyio.move_on_after(CLOSE_TIMEOUT_S):  # the other end of a TLS connection may never say goodbye
                 try:
-                    await client.close()
-                except (
-                    nats.errors.Error,
-                    OSError,
-                    RuntimeError,
-                ) as error:  # it writes what is left, to a transport that is gone
+                    await client.close()  # writes what is left, perhaps to a transport that is gone
+                except (nats.errors.Error, OSError, RuntimeError) as error:
                     log.debug("close_failed", reason=str(error))
         self._connected = False
 

@@ -116,7 +116,7 @@ class Canary:
         """One request to `worker`, while it lives. A failure counts against it."""
         began = self._clock()
         try:
-            with self._singing[worker]:
+            with self._singing[worker] as scope:
                 await self._send(worker)
         except (Overloaded, ShuttingDown):
             self._not_before[worker] = self._clock() + TRY_AGAIN_S
@@ -125,8 +125,9 @@ class Canary:
             self._health.failed(worker, self._clock(), strikes=STRIKES)  # it can't be the canary's fault
             self.failure = f"{worker.id}: {error}"
             log.warning("canary_failed", worker=worker.id, code=error.code, reason=str(error))
-        else:  # or the worker has gone
-            log.debug("canary_came_back", worker=worker.id, elapsed_ms=round((self._clock() - began) * 1000, 1))
+        else:
+            event = "canary_given_up" if scope.cancelled_caught else "canary_came_back"
+            log.debug(event, worker=worker.id, elapsed_ms=round((self._clock() - began) * 1000, 1))
         finally:
             del self._singing[worker]
 

@@ -51,7 +51,7 @@ async def test_what_one_worker_offers_another_fetches(site: Site):
 
 async def test_a_store_takes_memory_bit_by_bit_and_gets_everything(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("services.kvstore.arena.MAX_GROWTH_S", 0.0)
-    store, giver, taker = site.make_store(lease_s=0.5), site.make_worker(fill=1), site.make_worker()
+    store, giver, taker = site.make_store(lease_s=1.5), site.make_worker(fill=1), site.make_worker()
     async with running(store, giver, taker):
         assert len((await grant_of(giver, store, CHAIN)).blocks) == 1
         await settled(store, KvUsage(total=16, free=16))
