@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 TOKENS = 200
 TABLE_BLOCKS = 24
+OTHERS = 30
 GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 WAYS = {
     "again": ((), 0),
@@ -39,14 +40,17 @@ WAYS = {
 
 class Engine:
     def __init__(self, model: str) -> None:
-        opened = open_runner(model, "bf16", device="cuda", max_running=64, token_budget=4096, batch_invariant=True)
+        blocks = 1 + 2 * OTHERS * TABLE_BLOCKS  # not all memory: the engine before, or another process, may still have some
+        opened = open_runner(
+            model, "bf16", device="cuda", max_running=64, token_budget=4096, num_blocks=blocks, batch_invariant=True
+        )
         runner = getattr(opened, "runner", opened)
         assert isinstance(runner, DeviceRunner)
         self.runner = runner
         self.pool = runner.groups[0].pool
         dice = random.Random(0)
         self.prompt = self._random_prompt(dice, TOKENS)
-        self.others = [self._random_prompt(dice, dice.randrange(20, 220)) for _ in range(30)]
+        self.others = [self._random_prompt(dice, dice.randrange(20, 220)) for _ in range(OTHERS)]
         self._free = list(range(runner.num_blocks))
         dice.shuffle(self._free)
         self._step = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,10 +42,13 @@ def candidates(weight: LinearWeight, rows: int) -> list[Candidate]:
 
 
 @pytest.fixture(autouse=True)
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact() -> Iterator[None]:
     """The reference multiplies in float32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    settings = torch.backends.cuda.matmul  # not monkeypatch: torch 2.11 can't delete what a setting was given
+    before, settings.allow_tf32 = settings.allow_tf32, False
     torch.manual_seed(0)
+    yield
+    settings.allow_tf32 = before
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -11,7 +11,7 @@ SMS = 132
 
 
 def shape(op: Op, n: int, k: int, group: int = 128) -> Shape:
-    return Shape(op, n, k, 1, "none", group=group, bits=4, offsets=True)
+    return Shape(op, n, k, 1, "none", group=group, bits=4, offsets=True, integers=True)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,20 @@ def test_linears_of_8b_have_candidates_that_is_fastest(op: Op, n: int, k: int) -
     assert 8 <= n / 16 * first.parts * first.splits / SMS <= 16
     assert all(k // 256 % (one.stages * one.parts * one.splits) == 0 for one in found)  # whole turns for every warp
     assert all(one.warps % one.parts == 0 for one in found)
+
+
+@pytest.mark.parametrize(("rows", "in_bytes"), [(1, {False, True}), (4, {False, True}), (8, {False})])
+def test_few_rows_meet_integers_in_bytes(rows: int, in_bytes: set[bool]) -> None:
+    found = streaming_candidates(shape("gated", 28672, 4096), rows, SMS)
+    assert {one.in_bytes for one in found} == in_bytes
+    floats = streaming_candidates(shape("gated", 28672, 4096)._replace(integers=False), rows, SMS)
+    assert {one.in_bytes for one in floats} == {False}
+
+
+def test_bytes_that_no_program_has_room_for_are_left_out() -> None:
+    wide = shape("gated", 28672, 8192)
+    assert any(one.in_bytes for one in streaming_candidates(wide, 2, SMS))
+    assert not any(one.in_bytes for one in streaming_candidates(wide, 4, SMS))
 
 
 def test_a_gated_product_is_never_in_partial_sums() -> None:

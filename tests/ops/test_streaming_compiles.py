@@ -21,6 +21,7 @@ def case(
     parts: int = 1,
     warps: int = 4,
     stages: int = 2,
+    byte_rows: int = 0,
 ) -> KernelCase:
     signature = {"x": "*bf16", "weight": "*u8", "scales": "*i32", "channel": "*fp32", "N": "i32:16", "K": "i32:16"}
     signature |= dict.fromkeys(SIZES, "i32") | {"out": "*bf16" if gated else "*fp32"}
@@ -31,6 +32,9 @@ def case(
         "WARPS": warps,
         "PARTS": parts,
     }
+    held = 16 if byte_rows else 0
+    shared = f".shared .align 16 .b8 penstock_x[{max(16, byte_rows * held * (run * 4 + 16))}]; mov.u32 $0, penstock_x;"
+    constants |= {"ROWS": byte_rows, "HELD": held, "SHARED": shared}
     constants |= {"STAGES": stages, "EARLY": gated, "PDL": True, "bias": None}
     if offsets:
         signature["offsets"] = "*i32"
@@ -56,6 +60,9 @@ CASES = [
     case("awq-parts", offsets=True, parts=4),
     case("int4-128", parts=2),
     case("int4-64", run=64, stages=3, parts=8, warps=8),
+    case("awq-gated-bytes", offsets=True, gated=True, byte_rows=1),
+    case("awq-parts-bytes-of-4-rows", offsets=True, parts=4, byte_rows=4),
+    case("int4-64-bytes-of-2-rows", run=64, stages=3, parts=8, warps=8, byte_rows=2),
     case("nf4-64", run=64, code=2, stages=3),
     case("fp4-64-gated", run=64, code=1, gated=True, stages=3),
 ]

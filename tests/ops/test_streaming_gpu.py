@@ -49,13 +49,34 @@ def test_every_candidate(code: Code, group: int, offsets: bool, op: Op) -> None:
                 assert ((result - meant).abs() / (meant.abs() + meant.std())).max() < MAX_ERROR, chosen
 
 
-def test_activations_of_other_rows_change_nothing() -> None:
+@pytest.mark.parametrize(("rows", "in_bytes"), [(8, False), (4, True)])
+def test_activations_of_other_rows_change_nothing(rows: int, in_bytes: bool) -> None:
     """A row's results are the same, bit for bit, alone and beside others that are not numbers."""
     torch.manual_seed(0)
     weight = random_weight("int4", 128, 9504, 1792, offsets=True)
-    chosen = streaming_candidates(linear_device.shape_of("linear", weight), 8, 60)[0]
-    x = torch.full((8, 1792), float("nan"), device="cuda", dtype=torch.bfloat16)
+    chosen = streaming_candidates(linear_device.shape_of("linear", weight), rows, 60)[0]
+    assert chosen.in_bytes == in_bytes
+    x = torch.full((rows, 1792), float("nan"), device="cuda", dtype=torch.bfloat16)
     x[3] = torch.randn(1792, device="cuda")
-    assert torch.equal(
-        linear_device.run("linear", x, weight, chosen)[3], linear_device.run("linear", x[3:4], weight, chosen)[0]
-    )
+    together = linear_device.run("linear", x, weight, chosen)
+    assert torch.equal(together[3], linear_device.run("linear", x[3:4], weight, chosen)[0])
+    assert together[:3].isnan().all()
+
+
+@pytest.mark.parametrize("group", [64, 128])
+def test_activations_of_any_size_are_bytes(group: int) -> None:
+    """Groups that are zero, tiny, huge or of very different numbers; an infinite one spoils its row alone."""
+    torch.manual_seed(0)
+    weight = random_weight("int4", group, 2080, 4096, offsets=True)
+    assert weight.grouped is not None
+    x = torch.randn(4, 4096, device="cuda").bfloat16()
+    x[0, :1024] = 0
+    x[0, 1024:2048] *= 1e-30
+    x[1] *= 1e30
+    x[2, ::97] *= 2000
+    x[3, 17] = float("inf")
+    meant = linear_grouped_reference(x, weight.grouped, weight.bias, torch.float32)
+    chosen = next(one for one in streaming_candidates(linear_device.shape_of("wide", weight), 4, 60) if one.in_bytes)
+    result = linear_device.run("wide", x, weight, chosen)
+    assert ((result - meant).abs() / (meant.abs() + meant.std(1, keepdim=True)))[:3].max() < MAX_ERROR / 10
+    assert not result[3].isfinite().any()

@@ -51,8 +51,8 @@ class Candidate:
     overlaps a tile's end with the next one's beginning. "grouped": scaled multiplies numbers by their group's scale before the
     product, not after it; lanes of either run of a step are then one product, 0 for all of them. "unpacking": weights in groups
     are unpacked by warps of their own (`unpacking.py`). "streaming": a warp multiplies 16 outputs; parts of their inputs are
-    multiplied by as many warps of a program (`streaming.py`). "specialised": some warps load, others multiply
-    (`specialised.py`).
+    multiplied by as many warps of a program, in_bytes with activations in bytes (`streaming.py`). "specialised": some warps
+    load, others multiply (`specialised.py`).
     """
 
     kind: Kind
@@ -69,13 +69,14 @@ class Candidate:
     scaled: bool = False
     lanes: int = 0
     parts: int = 1
+    in_bytes: bool = False
 
 
 class Shape(NamedTuple):
     """A weight [n, k] of `item_bytes` an element.
 
     For weights in groups (group is 0 for others): inputs that share a scale, bits of one of their codes, whether they have
-    offsets, and bytes of an activation."""
+    offsets, bytes of an activation, and whether their codes are integers."""
 
     op: Op
     n: int
@@ -86,6 +87,7 @@ class Shape(NamedTuple):
     bits: int = 0
     offsets: bool = False
     activation_bytes: int = 2
+    integers: bool = False
 
 
 def grouped_shared_bytes(shape: Shape, candidate: Candidate) -> int:

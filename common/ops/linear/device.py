@@ -124,7 +124,9 @@ def options(op: Op, weight: LinearWeight, size: int, quantised: bool) -> list[Ca
     if is_hopper:
         found += unpacking_candidates(shape, size, num_sms)
     streaming = streaming_candidates(shape, size, num_sms) if backend.pdl(weight.data) else []
-    return streaming if streaming and is_hopper and is_fastest(shape, num_sms) else found + streaming
+    if streaming and is_hopper and is_fastest(shape, num_sms):
+        return [one for one in streaming if one.in_bytes] or streaming
+    return found + streaming
 
 
 def shape_of(op: Op, weight: LinearWeight) -> Shape:
@@ -136,6 +138,7 @@ def shape_of(op: Op, weight: LinearWeight) -> Shape:
         bits=8 if grouped.code == "int8" else 4,
         offsets=grouped.offsets is not None,
         activation_bytes=weight.dtype.itemsize,
+        integers=grouped.code.startswith("int"),
     )
 
 

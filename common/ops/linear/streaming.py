@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from common.ops import backend
 from common.ops.linear.candidates import Candidate, Op, Shape
 from common.ops.linear.unpacking import CODES
 from common.ops.linear.weight import LinearWeight
-from common.ops.sizes import cdiv
+from common.ops.sizes import cdiv, next_power_of_2
 
 MOST_ROWS = 8
 """`mma.sync` has eight columns."""
+MOST_BYTE_ROWS = 4
+"""Of which each takes two columns."""
+_SHARED_BYTES = 48 * 1024
+"""That a kernel can declare."""
 _ROWS = 16
 """Weight rows of a warp."""
 _STAGES = {64: 3, 128: 2}
@@ -45,10 +51,30 @@ def streaming_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidat
     cuts = _cuts(shape, num_sms)
     if _warps(shape, num_sms, cuts) < _FEWEST:
         return []
-    return [
+    found = [
         Candidate("streaming", splits=splits, warps=max(_WARPS, parts), stages=_STAGES[shape.group], parts=parts)
         for parts, splits in _ways(shape, cuts)
     ]
+    in_bytes = [replace(one, in_bytes=True) for one in found if _takes_bytes(shape, rows, one)]
+    return in_bytes + found
+
+
+def _takes_bytes(shape: Shape, rows: int, candidate: Candidate) -> bool:
+    if not shape.integers or rows > MOST_BYTE_ROWS:
+        return False
+    return (
+        _byte_memory(rows, _steps_each(shape.k // (2 * shape.group), candidate) * candidate.parts, shape.group) <= _SHARED_BYTES
+    )
+
+
+def _steps_each(steps: int, candidate: Candidate) -> int:
+    """Of a warp."""
+    return cdiv(steps, candidate.splits * candidate.parts)
+
+
+def _byte_memory(rows: int, steps: int, run: int) -> int:
+    """Shared memory for activation rows of a program's steps: two bytes for each input, a unit and a sum for each run."""
+    return rows * steps * 2 * (2 * run + 8)
 
 
 def _cuts(shape: Shape, num_sms: int) -> int:
@@ -77,7 +103,7 @@ def _warps(shape: Shape, num_sms: int, cuts: int) -> float:
 
 
 def linear_streaming(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
-    """x: bf16 [rows, in_features], at most 8 rows, columns in the weight's order. Returns as `linear_dot` does."""
+    """x: bf16 [rows, in_features], at most 8 rows (4 in bytes), columns in the weight's order. Returns as `linear_dot` does."""
     from common.ops.linear.parts_triton import output_of, summed  # needs Triton, which choosing does not
     from common.ops.linear.streaming_gluon import streaming_kernel
 
@@ -85,10 +111,12 @@ def linear_streaming(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Cand
     assert grouped is not None
     rows, depth = x.shape
     steps = len(grouped.data)
-    each = cdiv(steps, chosen.splits * chosen.parts)
+    each = _steps_each(steps, chosen)
     splits = cdiv(steps, each * chosen.parts)
     out = output_of(x, weight, op, splits=splits, partial=splits > 1)
     pdl = backend.pdl(x)
+    byte_rows, held = (next_power_of_2(rows), each * chosen.parts) if chosen.in_bytes else (0, 0)
+    shared = max(16, _byte_memory(byte_rows, held, grouped.run))
     tiles = cdiv(weight.out_features, _ROWS)
     streaming_kernel[(cdiv(tiles, chosen.warps // chosen.parts), splits)](
         x,
@@ -109,6 +137,9 @@ def linear_streaming(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Cand
         WARPS=chosen.warps,
         PARTS=chosen.parts,
         STAGES=chosen.stages,
+        ROWS=byte_rows,
+        HELD=held,
+        SHARED=f".shared .align 16 .b8 penstock_x[{shared}]; mov.u32 $0, penstock_x;",
         EARLY=op == "gated",
         PDL=pdl,
         num_warps=chosen.warps,

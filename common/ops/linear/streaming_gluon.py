@@ -7,6 +7,8 @@ turn comes (programmatic dependent launch): they ask for weights only.
 
 A thread's values are one element of each tensor here; `mma.sync` is an instruction of all threads of a warp on them.
 
+Up to four activation rows meet integers as bytes: `streaming_bytes_gluon.py` says how, and why. The rest is bf16:
+
     A   16 weight rows × 16 inputs: rows g and g + 8 of thread 4 g + c
     B   16 inputs × 8 activation rows; of fewer, the last is there again
     D   weight rows g and g + 8 times activation rows 2 c and 2 c + 1
@@ -27,6 +29,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from common.ops.hopper_gluon import AWAIT, LET_NEXT
+from common.ops.linear.streaming_bytes_gluon import add_step_of_bytes, keep_in_bytes
+from common.ops.linear.streaming_step_gluon import READ, four, halves, read_step, scaled
 from common.ops.linear.unpack_code import FLOATS, NORMAL_FLOATS, SHIFTED_INTEGERS
 
 LESS = gl.constexpr(-136.0)
@@ -59,59 +63,6 @@ SUM = gl.constexpr(
     + _PRODUCT
     + " {$0, $1, $2, $3}, {one, one, one, one}, {$4, $5}, {$6, $7, $8, $9}; }"
 )
-READ = gl.constexpr("ld.global.v4.u32 {$0, $1, $2, $3}, [$4];")
-READ_ONCE = gl.constexpr(
-    """{
-    .reg .pred reads;
-    setp.ne.s32 reads, $5, 0;
-    @reads ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0, $1, $2, $3}, [$4];
-    }"""
-)
-
-
-@gluon.jit
-def _four(text: gl.constexpr, address, reads):
-    """Return 16 bytes at each address as four int32; any where `reads` is 0, if it is asked."""
-    if reads is None:
-        words = gl.inline_asm_elementwise(
-            text, "=&r,=&r,=&r,=&r,l", [address], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
-        )
-    else:
-        words = gl.inline_asm_elementwise(
-            text, "=&r,=&r,=&r,=&r,l,r", [address, reads], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1
-        )
-    return words
-
-
-@gluon.jit
-def _read_step(codes, scales, offsets, row, apart, step, last, N, RUN: gl.constexpr):
-    """Ask for a thread's codes of a step, for its words of scales and, if there are any, of offsets. From `last` on codes are
-    any, which are finite numbers, and scales zeros.
-
-    codes: addresses of a thread's first bytes of step 0. row: row g; `apart` rows after it is the other.
-
-    Returns three tuples: words of row g, then of the other, four of each 64 bytes of a row; scales; offsets."""
-    reads = (step < last).to(gl.int32)
-    inside = step < last
-    skipped = gl.minimum(step, last - 1).to(gl.int64) * N
-    address = codes + skipped * RUN
-    words = _four(READ_ONCE, address, reads) + _four(READ_ONCE, address + apart * RUN, reads)
-    if RUN == 128:
-        words = words + _four(READ_ONCE, address + 64, reads) + _four(READ_ONCE, address + (apart * RUN + 64), reads)
-    at = skipped + row
-    scale = (gl.load(scales + at, mask=inside, other=0), gl.load(scales + at + apart, mask=inside, other=0))
-    offset = scale
-    if offsets is not None:
-        offset = (gl.load(offsets + at, mask=inside, other=0), gl.load(offsets + at + apart, mask=inside, other=0))
-    return words, scale, offset
-
-
-@gluon.jit
-def _halves(word):
-    """int32, two float16. Returns both as float32."""
-    low = (word & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    high = ((word >> 16) & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    return low, high
 
 
 @gluon.jit
@@ -144,12 +95,6 @@ def _added(first, second, sums):
 
 
 @gluon.jit
-def _scaled(low, high, low_scale, high_scale, total):
-    """`total` and both sums times their scales; rounded in one order, so that an activation row's place changes nothing."""
-    return gl.fma(low, low_scale, gl.fma(high, high_scale, total))
-
-
-@gluon.jit
 def _add_step(total, held, x_row, step, zero, RUN: gl.constexpr, CODE: gl.constexpr, OFFSETS: gl.constexpr):
     """total: four float32, D of the module. held: see `_read_step`. x_row: addresses of a thread's activations of step 0.
 
@@ -161,8 +106,8 @@ def _add_step(total, held, x_row, step, zero, RUN: gl.constexpr, CODE: gl.conste
     high_sum = (zero, zero, zero, zero)
     address = x_row + step.to(gl.int64) * (4 * RUN)
     for unit in gl.static_range(RUN // 64):
-        low = _four(READ, address + unit * 128, None) + _four(READ, address + (unit * 128 + 16), None)
-        high = _four(READ, address + (2 * RUN + unit * 128), None) + _four(READ, address + (2 * RUN + unit * 128 + 16), None)
+        low = four(READ, address + unit * 128, None) + four(READ, address + (unit * 128 + 16), None)
+        high = four(READ, address + (2 * RUN + unit * 128), None) + four(READ, address + (2 * RUN + unit * 128 + 16), None)
         for word in gl.static_range(4):
             g = words[unit * 8 + word]
             h = words[unit * 8 + 4 + word]
@@ -170,26 +115,26 @@ def _add_step(total, held, x_row, step, zero, RUN: gl.constexpr, CODE: gl.conste
             if SUMMED:
                 low_sum = _added(low[2 * word], low[2 * word + 1], low_sum)
                 high_sum = _added(high[2 * word], high[2 * word + 1], high_sum)
-    low_g, high_g = _halves(scale[0])
-    low_h, high_h = _halves(scale[1])
-    a = _scaled(sums[0], sums[4], low_g, high_g, total[0])
-    b = _scaled(sums[1], sums[5], low_g, high_g, total[1])
-    c = _scaled(sums[2], sums[6], low_h, high_h, total[2])
-    d = _scaled(sums[3], sums[7], low_h, high_h, total[3])
+    low_g, high_g = halves(scale[0])
+    low_h, high_h = halves(scale[1])
+    a = scaled(sums[0], sums[4], low_g, high_g, total[0])
+    b = scaled(sums[1], sums[5], low_g, high_g, total[1])
+    c = scaled(sums[2], sums[6], low_h, high_h, total[2])
+    d = scaled(sums[3], sums[7], low_h, high_h, total[3])
     if SUMMED:
         more_low_g, more_high_g, more_low_h, more_high_h = zero, zero, zero, zero
         if OFFSETS:
-            more_low_g, more_high_g = _halves(offset[0])
-            more_low_h, more_high_h = _halves(offset[1])
+            more_low_g, more_high_g = halves(offset[0])
+            more_low_h, more_high_h = halves(offset[1])
         if CODE == 0:
             more_low_g = gl.fma(low_g, LESS, more_low_g)
             more_high_g = gl.fma(high_g, LESS, more_high_g)
             more_low_h = gl.fma(low_h, LESS, more_low_h)
             more_high_h = gl.fma(high_h, LESS, more_high_h)
-        a = _scaled(low_sum[0], high_sum[0], more_low_g, more_high_g, a)
-        b = _scaled(low_sum[1], high_sum[1], more_low_g, more_high_g, b)
-        c = _scaled(low_sum[0], high_sum[0], more_low_h, more_high_h, c)
-        d = _scaled(low_sum[1], high_sum[1], more_low_h, more_high_h, d)
+        a = scaled(low_sum[0], high_sum[0], more_low_g, more_high_g, a)
+        b = scaled(low_sum[1], high_sum[1], more_low_g, more_high_g, b)
+        c = scaled(low_sum[0], high_sum[0], more_low_h, more_high_h, c)
+        d = scaled(low_sum[1], high_sum[1], more_low_h, more_high_h, d)
     return a, b, c, d
 
 
@@ -230,6 +175,9 @@ def streaming_kernel(
     WARPS: gl.constexpr,
     PARTS: gl.constexpr,  # warps that share 16 weight rows
     STAGES: gl.constexpr,
+    ROWS: gl.constexpr,  # activation rows that are multiplied as bytes, 1, 2 or 4; 0: all are as bf16
+    HELD: gl.constexpr,  # steps of a program, of ROWS
+    SHARED: gl.constexpr,  # declares the shared memory of ROWS, and gives its address
     EARLY: gl.constexpr,  # the next kernel may start at once, else when this one has read its weights
     PDL: gl.constexpr,
 ):
@@ -256,19 +204,41 @@ def streaming_kernel(
         gl.inline_asm_elementwise(LET_NEXT, "=r", [], gl.int32, is_pure=False, pack=1)
     ring = ()
     for stage in gl.static_range(STAGES):
-        ring += (_read_step(codes, scales, offsets, row, apart, first + stage, last, N, RUN),)
+        ring += (read_step(codes, scales, offsets, row, apart, first + stage, last, N, RUN),)
     if PDL:
         gl.inline_asm_elementwise(AWAIT, "=r", [], gl.int32, is_pure=False, pack=1)
-    x_row = x.to(gl.int64) + (gl.minimum(lane // 4, rows - 1).to(gl.int64) * K + lane % 4 * 16) * 2
     zero = gl.full([WARPS * 32], 0.0, gl.float32, L)
-    total = (zero, zero, zero, zero)
-    for turn in range(0, steps_each, STAGES):
-        following = ()
-        for stage in gl.static_range(STAGES):
-            step = first + turn + stage
-            total = _add_step(total, ring[stage], x_row, gl.minimum(step, steps - 1), zero, RUN, CODE, offsets is not None)
-            following += (_read_step(codes, scales, offsets, row, apart, step + STAGES, last, N, RUN),)
-        ring = following
+    if ROWS > 0:
+        shared = gl.inline_asm_elementwise(SHARED, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+        keep_in_bytes(shared, x, gl.program_id(1) * HELD, rows, K, thread, HELD, ROWS, RUN, WARPS * 32)
+        byte = lane // 4 % (2 * ROWS)
+        x_bytes = shared + byte * RUN + lane % 4 * 16 + warp % PARTS * steps_each * (4 * ROWS * RUN)
+        x_units = shared + HELD * 4 * ROWS * RUN + gl.minimum(lane % 4, ROWS - 1) * 8 + warp % PARTS * steps_each * (16 * ROWS)
+        swapped = byte % 2 * (RUN // 128 * 64)
+        nothing = gl.full([WARPS * 32], 0, gl.int32, L)
+        pair = (zero, zero)
+        for turn in range(0, steps_each, STAGES):
+            following = ()
+            for stage in gl.static_range(STAGES):
+                local = gl.minimum(turn + stage, steps_each - 1)
+                place = x_bytes + local * (4 * ROWS * RUN)
+                places = (place + swapped, place + (64 - swapped))
+                units = x_units + local * (16 * ROWS)
+                pair = add_step_of_bytes(pair, ring[stage], places, units, nothing, RUN, ROWS, offsets is not None)
+                step = first + turn + stage + STAGES
+                following += (read_step(codes, scales, offsets, row, apart, step, last, N, RUN),)
+            ring = following
+        total = (pair[0], zero, pair[1], zero)
+    else:
+        x_row = x.to(gl.int64) + (gl.minimum(lane // 4, rows - 1).to(gl.int64) * K + lane % 4 * 16) * 2
+        total = (zero, zero, zero, zero)
+        for turn in range(0, steps_each, STAGES):
+            following = ()
+            for stage in gl.static_range(STAGES):
+                step = first + turn + stage
+                total = _add_step(total, ring[stage], x_row, gl.minimum(step, steps - 1), zero, RUN, CODE, offsets is not None)
+                following += (read_step(codes, scales, offsets, row, apart, step + STAGES, last, N, RUN),)
+            ring = following
     if PDL and not EARLY:
         gl.inline_asm_elementwise(LET_NEXT, "=r", [], gl.int32, is_pure=False, pack=1)
     factor_g = gl.load(channel + row)
@@ -286,12 +256,20 @@ def streaming_kernel(
         c += bias_h
         d += bias_h
     inside = (column < width) & (warp % PARTS == 0)
-    token = lane % 4 * 2
-    if GATED:
-        _store(a / (1.0 + gl.exp(-a)) * c, out, split, token, column, rows, width, inside)
-        _store(b / (1.0 + gl.exp(-b)) * d, out, split, token + 1, column, rows, width, inside)
+    if ROWS > 0:
+        token = lane % 4
+        if GATED:
+            _store(a / (1.0 + gl.exp(-a)) * c, out, split, token, column, rows, width, inside)
+        else:
+            _store(a, out, split, token, column, rows, width, inside)
+            _store(c, out, split, token, column + 8, rows, width, inside)
     else:
-        _store(a, out, split, token, column, rows, width, inside)
-        _store(b, out, split, token + 1, column, rows, width, inside)
-        _store(c, out, split, token, column + 8, rows, width, inside)
-        _store(d, out, split, token + 1, column + 8, rows, width, inside)
+        token = lane % 4 * 2
+        if GATED:
+            _store(a / (1.0 + gl.exp(-a)) * c, out, split, token, column, rows, width, inside)
+            _store(b / (1.0 + gl.exp(-b)) * d, out, split, token + 1, column, rows, width, inside)
+        else:
+            _store(a, out, split, token, column, rows, width, inside)
+            _store(b, out, split, token + 1, column, rows, width, inside)
+            _store(c, out, split, token, column + 8, rows, width, inside)
+            _store(d, out, split, token + 1, column + 8, rows, width, inside)
