@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from bench.engine import __main__ as command
-from bench.engine import accuracy, check, gpu_session, in_turns, kernels, table, timing
+from bench.engine import accuracy, check, gpu_session, in_turns, kernels, steps_in_turns, table, timing
 from bench.engine.cells import Failed
 from bench.engine.child import run_child
 from bench.engine.observe import Observed, Scored
@@ -40,6 +40,16 @@ def test_cells_are_timed_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [row.split("|")[1].strip() for row in rows[2:]] == ["1x16", "2x16x2"]
     assert in_turns.linear_device._choose is usual
+
+
+def test_steps_of_two_models_are_timed_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    models = "dummy:tiny:fp32,dummy:tiny"
+    flags = ["--models", models, "--device", "cpu", "--rows", "1,2", "--context", "8", "--steps", "3", "--turns", "1"]
+    assert steps_in_turns.main(flags) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [row[0].strip() for row in rows[2:]] == ["1", "2"]
+    times = [float(row[at].split()[0]) for row in rows[2:] for at in (1, 2)]
+    assert all(times), rows
 
 
 # -- processes
