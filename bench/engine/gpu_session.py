@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from bench.common.machine import ROOT, describe
+from bench.common.machine import describe
 from bench.common.table import markdown
 from bench.engine.child import run_child
 
@@ -71,13 +71,7 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
 
     return {
         "check": Part("every kernel beside its reference on the card", module(".check"), 400),
-        # a GPU machine may lack plugins that pyproject.toml configures, and its libraries may warn: neither fails a test
-        "tests": Part(
-            "tests marked gpu",
-            ["-m", "pytest", "-q", "-m", "gpu", "-W", "default", "--continue-on-collection-errors", *marked_files()],
-            300,
-            {"TRITON_INTERPRET": "0"},
-        ),
+        "tests": Part("tests marked gpu, side by side", module(".gpu_tests", "--limit-s=290"), 300),
         "sanitizer": Part("the kernels under compute-sanitizer, in small", module(".check", "--sanitizer"), 540),
         "tune": Part("choose the linears of the 8B shape", module(".kernels", "--tune", "--loads=1x512", into("tune")), 240),
         "tune-fp8": Part(
@@ -152,12 +146,6 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
             300,
         ),
     }
-
-
-def marked_files() -> list[str]:
-    """Modules with tests marked gpu; others may need packages that a GPU machine lacks."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text()]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

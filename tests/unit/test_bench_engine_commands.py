@@ -15,8 +15,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from bench.common.machine import ROOT
 from bench.engine import __main__ as command
-from bench.engine import accuracy, check, gpu_session, in_turns, kernels, steps_in_turns, table, timing
+from bench.engine import accuracy, check, gpu_session, gpu_tests, in_turns, kernels, steps_in_turns, table, timing
 from bench.engine.cells import Failed
 from bench.engine.child import run_child
 from bench.engine.observe import Observed, Scored
@@ -53,6 +54,19 @@ def test_steps_of_two_models_are_timed_in_turns(capsys: pytest.CaptureFixture[st
 
 
 # -- processes
+
+
+def test_gpu_tests_are_shared_out_and_those_that_fail_are_named(tmp_path: Path) -> None:
+    many = [f"a.py::test[{n}]" for n in range(2 * gpu_tests.MOST_TESTS + 1)]
+    found = gpu_tests.shares(["b.py::test", *many])
+    assert [len(share.tests) for share in found] == [11, 11, 11, 1]
+    assert sorted(test for share in found for test in share.tests) == sorted([*many, "b.py::test"])
+    tests = "\n".join(f"@pytest.mark.gpu\ndef test_{name}(): {body}\n" for name, body in (("good", "pass"), ("bad", "1 / 0")))
+    (tmp_path / "test_it.py").write_text(f"import pytest\n{tests}")
+    share = gpu_tests.Share([f"{tmp_path}/test_it.py::test_good", f"{tmp_path}/test_it.py::test_bad"])
+    gpu_tests.run(share, time.monotonic() + 60)
+    assert "1 failed, 1 passed" in share.ended
+    assert len(share.failed) == 1 and "test_bad" in share.failed[0]
 
 
 def test_a_child_that_takes_too_long_ends_and_what_it_said_counts() -> None:
@@ -237,7 +251,7 @@ gpu_session.parts = lambda out, peer: {{
 sys.exit(gpu_session.main([{str(tmp_path / "out")!r}, "good", "bad", "long", "--pack", {str(tmp_path / "all.tar.gz")!r}]))
 """
     log = tmp_path / "out" / "long.log"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, cwd=gpu_session.ROOT) as session:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, cwd=ROOT) as session:
         while not (log.exists() and "begun" in log.read_text()):
             time.sleep(0.05)
         session.terminate()
