@@ -26,6 +26,8 @@ from tests.actors.test_batches import broker as broker  # a fixture
 from tests.actors.test_http_tenants import ACME, ZOO, key_file
 from tests.actors.test_http_vectors import embed
 
+pytestmark = pytest.mark.virtual_time
+
 OPERATOR = "pk-of-the-operator"
 TABLES = "[tenants.acme]\n[tenants.zoo]\n"
 COMPLETIONS, RESPONSES, EMBEDDINGS = "/v1/completions", "/v1/responses", "/v1/embeddings"

@@ -29,6 +29,8 @@ from tests.actors.edge import BUNDLE, ScriptedCore, ScriptedStream
 from tests.actors.http_client import CHAT, MODEL
 from tests.actors.test_many_models import ONE, models, over_http
 
+pytestmark = pytest.mark.virtual_time
+
 Script = Callable[[ScriptedStream], None]
 SLUG = subjects.slug(MODEL)
 

@@ -237,6 +237,7 @@ async def test_vectors_answer_as_described() -> None:
                 check(response, "post", path)
 
 
+@pytest.mark.virtual_time
 async def test_files_and_batches_answer_as_described() -> None:
     broker = MemoryBroker()
     broker.store.enabled = True
