@@ -21,7 +21,7 @@ import pytest_asyncio
 
 from common.models.source import ModelFiles
 from common.protocol.handles import Role
-from tests.chaos.site import SIMULATED_ENGINE, Site, simulated_jobs
+from tests.chaos.site import FASTER_ENGINE, Site, simulated_jobs
 from tests.e2e.stack import ROOT, Reply, Stack
 from tests.fixtures.nats import LocalNatsServer
 from tests.fixtures.slow import some_slow
@@ -46,7 +46,7 @@ def chaos(faults: str) -> dict[str, str]:
 async def site(tmp_path: Path, smollm2: ModelFiles) -> AsyncIterator[Site]:
     server = LocalNatsServer(tmp_path / "nats")
     server.start()
-    flags = (*SIMULATED_ENGINE, "--step-timeout-s", str(STEP_TIMEOUT_S))
+    flags = (*FASTER_ENGINE, "--step-timeout-s", str(STEP_TIMEOUT_S))
     try:
         async with Stack(server.url, tmp_path, engine_flags=flags) as stack:
             yield Site(stack, server, simulated_jobs(smollm2, tokens=STREAM_TOKENS), clients=CLIENTS)
@@ -181,6 +181,7 @@ async def test_wall_clocks_may_be_off(site: Site, decode_s: int, prefill_s: int)
 
 
 async def test_a_gateway_that_was_stopped_goes_on_with_every_stream(site: Site, smollm2: ModelFiles) -> None:
+    site.stack.engine_flags += ("--time-scale", "1")
     site.jobs = simulated_jobs(smollm2, tokens=LONG_STREAM_TOKENS)  # decode workers send tokens while it is stopped
     await start(site, decode={})
     async with site.crowd(32) as crowd:
