@@ -75,6 +75,9 @@ class Canary:
         elif self.passed and now - self._seen_at > LOST_AFTER_S:
             log.warning("not_ready", reason="no decode worker", model=self._model)
             self.passed = False
+        self._pass_if_proven()
+
+    def _pass_if_proven(self) -> None:
         if not self.passed and self._every_path():
             log.info("canary_passed", model=self._model)
             self.passed, self.failure = True, ""
@@ -128,6 +131,7 @@ class Canary:
         else:
             event = "canary_given_up" if scope.cancelled_caught else "canary_came_back"
             log.debug(event, worker=worker.id, elapsed_ms=round((self._clock() - began) * 1000, 1))
+            self._pass_if_proven()
         finally:
             del self._singing[worker]
 
