@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 from pathlib import Path
 
@@ -27,24 +28,26 @@ def make(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(make: Path, **environment: str) -> tuple[int, list[str]]:
+def run(make: Path, inherited: tuple[int, ...] = (), /, **environment: str) -> tuple[int, list[str]]:
     variables = {"PATH": f"{make}:{os.environ['PATH']}", "FAILS": "nothing", "HANGS": "nothing", **environment}
-    ended = subprocess.run([str(SCRIPT)], env=variables, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(
+        [str(SCRIPT)], env=variables, capture_output=True, text=True, timeout=30, check=False, pass_fds=inherited
+    )
     return ended.returncode, ended.stdout.splitlines()
 
 
 def test_the_clients_are_tested_before_the_tests(make: Path) -> None:
-    assert run(make) == (0, ["made lint", "made clients", "made test"])
+    assert run(make) == (0, ["made setup", "made lint", "made clients", "made test"])
 
 
 def test_clients_that_cant_be_installed_are_left_out_with_one_line(make: Path) -> None:
-    status, (_, line, last) = run(make, FAILS="clients-setup")
+    status, (*_, line, last) = run(make, FAILS="clients-setup")
     assert (status, last) == (0, "made test")
     assert line.startswith("the clients are left out") and line.endswith("ERROR: No matching distribution found for litellm")
 
 
 def test_an_installation_that_hangs_is_one_that_failed(make: Path) -> None:
-    status, (_, line, last) = run(make, HANGS="clients-setup", CLIENTS_SETUP_S="0.2")
+    status, (*_, line, last) = run(make, HANGS="clients-setup", CLIENTS_SETUP_S="0.2")
     assert (status, last) == (0, "made test")
     assert line.startswith("the clients are left out")
 
@@ -55,5 +58,14 @@ def test_a_client_that_fails_or_hangs_fails_the_run(make: Path, environment: dic
     assert status != 0 and "made test" not in lines
 
 
+def test_a_rule_that_is_broken_fails_the_run_at_once_and_ends_the_installation(make: Path) -> None:
+    reader, writer = os.pipe()  # closed when the last process that the run started has ended
+    status, lines = run(make, (writer,), FAILS="lint", HANGS="clients-setup")
+    os.close(writer)
+    assert status != 0 and lines[:2] == ["made setup", "made lint"] and not {"made clients", "made test"} & set(lines)
+    assert select.select([reader], [], [], 20)[0] and os.read(reader, 1) == b""
+    os.close(reader)
+
+
 def test_a_variable_leaves_the_clients_out(make: Path) -> None:
-    assert run(make, CLIENTS="0") == (0, ["made lint", "made test"])
+    assert run(make, CLIENTS="0") == (0, ["made setup", "made lint", "made test"])
