@@ -11,6 +11,9 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Images for containers often set it; the tests start hundreds of processes, each of which would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test clients-setup clients lint format docs clean
 
