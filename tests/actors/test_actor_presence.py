@@ -14,6 +14,8 @@ from common.runtime.settings import ServiceConfig
 from common.testing.memory_bus import MemoryBroker, MemoryBus
 from tests.actors.actor_site import DEAD_AFTER_S, HEARTBEAT_S, Gateway, Worker, pair, running, until
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def test_workers_know_each_other_from_presence_and_state_follows_their_life():
     _, gateway, worker = pair()

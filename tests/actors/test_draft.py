@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import ClassVar
 
@@ -27,6 +28,8 @@ from services.draft.actor import MAX_QUEUED, DraftActor
 from services.draft.config import DraftConfig
 from tests.unit.speculating import flat_costs
 
+pytestmark = pytest.mark.virtual_time
+
 DRAFT = DraftConfig(heartbeat_s=0.02, dead_after_s=2.0, max_sequences=8, proposal_tokens=6)
 DECODE = ServiceConfig(heartbeat_s=0.02, dead_after_s=2.0)
 VOCAB = 1000
@@ -39,7 +42,7 @@ class Decoder(Actor):
 
     def __init__(self, broker: MemoryBroker, *, always: bool = False) -> None:
         self.connection = broker.connect("decode")
-        super().__init__(bus=self.connection, config=DECODE)
+        super().__init__(bus=self.connection, config=DECODE, clock=time.monotonic)
         policy = SpeculationPolicy(max_tokens=4, max_step_tokens=1000, costs=flat_costs(), always=always)
         self.book = DraftBook(policy, vocab_size=VOCAB)
         self.proposals: list[Proposals] = []
@@ -86,7 +89,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 def make_draft(broker: MemoryBroker, config: DraftConfig = DRAFT) -> DraftActor:
-    return DraftActor(bus=broker.connect("draft"), config=config)
+    return DraftActor(bus=broker.connect("draft"), config=config, clock=time.monotonic)
 
 
 async def test_an_update_is_answered_by_one_message_with_a_guess_for_each_sequence() -> None:
@@ -224,7 +227,7 @@ async def test_speculation_over_the_bus_saves_steps_and_changes_no_token(faults:
     broker = MemoryBroker()
     decoder = Decoder(broker)
     killed = broker.connect("draft")
-    drafts = [DraftActor(bus=killed, config=DRAFT), make_draft(broker)]
+    drafts = [DraftActor(bus=killed, config=DRAFT, clock=time.monotonic), make_draft(broker)]
     runner = SimulatedRunner(
         "instant",
         storage=np.zeros((256, 16 * BYTES_PER_TOKEN), np.uint8),
