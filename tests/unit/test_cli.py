@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio
@@ -178,9 +179,9 @@ async def test_a_gateway_is_asked_by_the_address_that_it_listens_on(host: str, n
         group.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_errors_are_one_line_without_a_traceback() -> None:
+    """All commands at once: some look for a server for seconds."""
+    cases = [
         (["up", "--model", "no-such-model"], "model_not_found"),
         (["up", "--prefill", "-1"], "--prefill: expected int >= 0"),
         (["up", "--decode", "0"], "--decode 0: nobody would write answers"),
@@ -191,15 +192,18 @@ async def test_a_gateway_is_asked_by_the_address_that_it_listens_on(host: str, n
         (["up", "--http-port", "0", "--nats-url", "nats://127.0.0.1:9"], "leave --nats-url out"),
         (["generate", "hello", "--nats-url", "nats://127.0.0.1:9"], "penstock up"),
         (["generate", "hello", "--tool-choice", "required"], "--tool-choice required chooses of --tools: give both"),
-    ],
-)
-def test_errors_are_one_line_without_a_traceback(arguments: list[str], message: str, tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "common.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 1
-    assert message in ended.stderr and ended.stderr.count("\n") == 1
-    assert "Traceback" not in ended.stderr and not ended.stdout
+    ]
+
+    def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "common.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    with ThreadPoolExecutor(len(cases)) as threads:
+        ended = list(threads.map(run, [arguments for arguments, _ in cases]))
+    for (arguments, message), found in zip(cases, ended, strict=True):
+        assert found.returncode == 1, arguments
+        assert message in found.stderr and found.stderr.count("\n") == 1, (arguments, found.stderr)
+        assert "Traceback" not in found.stderr and not found.stdout, arguments
 
 
 PRESSED_WHILE_IMPORTING = """

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -116,7 +117,7 @@ def server(chat: Answer, models: bytes = b'{"data": [{"id": "m"}]}', key: str = 
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
             yield f"http://127.0.0.1:{http.server_port}"
@@ -195,15 +196,21 @@ def test_bench_without_a_server_fails() -> None:
 NOBODY = ("--nats-url", "nats://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("words", [("generate",), ("generate", "-")])
-def test_generate_reads_what_is_piped_in(words: tuple[str, ...]) -> None:
-    assert "no NATS server" in penstock(*words, *NOBODY, stdin=b"Why?\n").stderr, "it had something to ask"
-    assert "nothing to ask" in penstock(*words, *NOBODY).stderr
-    assert "not UTF-8" in penstock(*words, *NOBODY, stdin=b"\xff\xfe").stderr
-
-
-def test_an_argument_is_asked_whatever_stdin_is() -> None:
-    assert "no NATS server" in penstock("generate", "Why?", *NOBODY, stdin=b"\xff").stderr
+def test_generate_reads_what_is_piped_in_unless_an_argument_asks() -> None:
+    """All at once: whoever has something to ask looks for a server for some seconds."""
+    cases = [
+        ((), b"Why?\n", "no NATS server"),
+        ((), b"", "nothing to ask"),
+        ((), b"\xff\xfe", "not UTF-8"),
+        (("-",), b"Why?\n", "no NATS server"),
+        (("-",), b"", "nothing to ask"),
+        (("-",), b"\xff\xfe", "not UTF-8"),
+        (("Why?",), b"\xff", "no NATS server"),
+    ]
+    with ThreadPoolExecutor(len(cases)) as threads:
+        ended = list(threads.map(lambda case: penstock("generate", *case[0], *NOBODY, stdin=case[1]), cases))
+    for (words, stdin, message), found in zip(cases, ended, strict=True):
+        assert message in found.stderr, (words, stdin)
 
 
 @pytest.mark.parametrize("url", ["nats://[::1", "nats://somebody:pa55word@127.0.0.1:99999"])
