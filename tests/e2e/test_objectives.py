@@ -17,7 +17,7 @@ import pytest_asyncio
 from common.models.source import ModelFiles, resolve
 from common.protocol.handles import Role
 from common.text.tokenizer import load_tokenizer
-from tests.chaos.site import SIMULATED_ENGINE, Site, simulated_jobs
+from tests.chaos.site import FASTER_ENGINE, SIMULATED_ENGINE, Site, simulated_jobs
 from tests.e2e.oracle import Case, Oracle
 from tests.e2e.stack import Reply, Stack
 from tests.e2e.test_right import check, run
@@ -164,7 +164,7 @@ async def test_a_short_prompt_does_not_wait_behind_a_long_one_that_has_no_place(
 
 
 async def test_a_long_prompt_gets_its_place_although_short_ones_keep_coming(server: LocalNatsServer, tmp_path: Path) -> None:
-    flags = (*SIMULATED_ENGINE, "--num-blocks", "100")
+    flags = (*FASTER_ENGINE, "--num-blocks", "100")
     async with Stack(server.url, tmp_path, engine_flags=flags) as stack:
         await stack.start("gateway")
         await stack.start("decode")
