@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from common.cache.prefix import owner_of
 from common.cli.console import err, out
 from common.protocol.errors import ConfigError
 from common.runtime import api_keys
@@ -43,6 +42,8 @@ def add(
 @app.command("id")
 def show_id(tenants: Annotated[list[str], typer.Argument(metavar="TENANT…", help="Names of tenants.")]) -> None:
     """Print what kvstores' metrics call a tenant: they don't know names."""
+    from common.cache.prefix import owner_of  # imports NumPy, which no other command needs
+
     for tenant in tenants:
         out.print(f"{owner_of(api_keys.check_tenant(tenant)).hex()} {tenant}", markup=False, highlight=False, soft_wrap=True)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from common.cache.prefix import owner_of
 from common.cli.sizes import size_text
 from common.protocol.messages import Presence
 from common.runtime import api_keys
@@ -41,7 +40,11 @@ class Store(msgspec.Struct, frozen=True, kw_only=True):
 
 def names_in(path: Path | None) -> dict[str, str]:
     """Return the names of the tenants of a key file, by id. :raises ConfigError: it can't be read, or is no such file."""
-    return {} if path is None else {owner_of(tenant).hex(): tenant for tenant in api_keys.read(path).tenants}
+    if path is None:
+        return {}
+    from common.cache.prefix import owner_of  # imports NumPy, which no other command needs
+
+    return {owner_of(tenant).hex(): tenant for tenant in api_keys.read(path).tenants}
 
 
 async def read(workers: Iterable[Presence], names: Mapping[str, str]) -> list[Store]:

@@ -206,6 +206,11 @@ def test_errors_are_one_line_without_a_traceback() -> None:
         assert "Traceback" not in found.stderr and not found.stdout, arguments
 
 
+def test_commands_start_without_numpy() -> None:
+    program = "import sys, common.cli.app; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
 PRESSED_WHILE_IMPORTING = """
 import sys
 
