@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,7 +31,7 @@ def test_init_files_stay_empty() -> None:
 
 
 def test_every_file_opens_with_what_it_is_for() -> None:
-    assert [name(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    assert [name(path) for path in MODULES if not read(path).docstring] == []
 
 
 def test_no_file_is_two() -> None:
@@ -73,16 +75,7 @@ def modules_imported(paths: list[Path], root: Path = ROOT) -> dict[str, set[str]
     packages = {module for module, path in known.items() if path.name == "__init__.py"}
     found: dict[str, set[str]] = {}
     for module, path in known.items():
-        targets: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                targets |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                assert not node.level, f"{path} has a relative import"
-                targets |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
-                targets |= {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
-        found[module] = (targets & known.keys()) - packages
+        found[module] = (read(path).imported & known.keys()) - packages
     return found
 
 
@@ -97,13 +90,29 @@ def circle_of(graph: dict[str, set[str]]) -> list[str]:
 
 def imports(path: Path) -> set[str]:
     """Top-level packages that a file imports, anywhere in it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    return {module.split(".")[0] for module in read(path).imported}
+
+
+class File(NamedTuple):
+    """imported: modules, and what is imported from them as if it were one."""
+
+    docstring: str | None
+    imported: set[str]
+
+
+@cache
+def read(path: Path) -> File:
+    """Parse a file, once for all tests."""
+    tree, imported = ast.parse(path.read_text()), set[str]()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
-    return found
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            imported |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
+            imported |= {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
+    return File(ast.get_docstring(tree), imported)
 
 
 @pytest.mark.parametrize("service", ["gateway", "draft", "kvstore"])
