@@ -128,7 +128,7 @@ class DecodeScheduler:
         :raises OutOfCredits, OutOfBlocks: nothing has been taken; another worker may.
         :raises ContextLengthExceeded: it never fits.
         """
-        if sequence.length >= self.max_context:
+        if sequence.length + (not sequence.is_read) > self.max_context:
             raise ContextLengthExceeded(f"{sequence.length} tokens; this worker holds at most {self.max_context} a sequence")
         if self.num_held >= self.max_running or self._preempted:
             raise OutOfCredits(f"{self.num_held} sequences are in work already")

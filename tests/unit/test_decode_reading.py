@@ -83,3 +83,14 @@ def test_a_prompt_that_is_read_is_charged_to_its_tenant_as_it_ends() -> None:
     scheduler.admit(s)
     Pipeline(bench, scheduler).run()
     assert scheduler._parts.turns.shares.time("acme") == len(PROMPT) - 1
+
+
+def test_a_prompt_as_long_as_the_context_is_read_and_not_continued() -> None:
+    bench = Bench(num_blocks=MAX_CONTEXT)
+    scheduler, whole = scheduler_on(bench, token_budget=64), [3 + index % 50 for index in range(MAX_CONTEXT)]
+    s = reading("a", whole, pooling="mean")
+    scheduler.admit(s)
+    Pipeline(bench, scheduler).run()
+    check_embedding(s, expected_total(whole) / len(whole))
+    with pytest.raises(ContextLengthExceeded):
+        scheduler.admit(sequence("b", whole))
