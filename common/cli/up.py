@@ -153,11 +153,6 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
             needed.append((known[settings], count))
         if limits:
             asked = asked.with_context(config.served_name, min(limits))
-            if len(asked.fleets) > 1:  # the gateway goes by the file
-                consequence = "without it the gateway takes longer requests, and cuts their answers"
-                warnings[
-                    f"say max_model_len = {min(limits)} for {config.served_name} in its [[models]] table: {consequence}"
-                ] = None
         drafts = check_draft_model(fleet)
         if drafts.servable is not None:
             needed.append((drafts.servable, config.draft))

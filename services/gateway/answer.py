@@ -74,6 +74,16 @@ class OfferedCore(Core, Protocol):
         """Why a request would not be answered now, as far as it is known."""
         ...
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its answer may have on some worker that is alive; 0: unknown."""
+        ...
+
+    @property
+    def longest_read(self) -> int:
+        """Tokens that a prompt may have which is read, not continued; 0: unknown."""
+        ...
+
 
 class _Choice:
     def __init__(self, stream: OutputStream, text: ChoiceText | ChoiceEvents, echo: str, prompt: int) -> None:

@@ -44,9 +44,9 @@ class OfferedModel:
         self.bundle = bundle
         self.name = bundle.name
         self.aliases = tuple(alias for alias in dict.fromkeys(config.aliases) if alias != bundle.name)
-        self.preparer = Preparer(bundle, config, intake)
-        self.vectors = VectorPreparer(bundle, config, intake)
-        self.tokenizing = Tokenizing(bundle, intake)
+        self.preparer = Preparer(bundle, config, intake, lambda: self.max_context)
+        self.vectors = VectorPreparer(bundle, config, intake, lambda: self._held(core.longest_read))
+        self.tokenizing = Tokenizing(bundle, intake, lambda: self.max_context)
         self.token_names = TokenNames.of(bundle.tokenizer)
         self.metrics = EdgeMetrics.of(core.metrics, bundle.name)
 
@@ -54,6 +54,14 @@ class OfferedModel:
     def names(self) -> tuple[str, ...]:
         """The model's name, then its aliases."""
         return self.name, *self.aliases
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together: the model's context, or what a worker holds, if that is less."""
+        return self._held(self.core.longest)
+
+    def _held(self, longest: int) -> int:
+        return min(self.bundle.max_context, longest or self.bundle.max_context)
 
 
 class Catalog:

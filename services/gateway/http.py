@@ -328,7 +328,7 @@ class _Api:
         scope.cancel()
 
     def _model_body(self, model: OfferedModel, name: str) -> dict[str, Any]:
-        return bodies.model_body(name, self._created, model.bundle.max_context, root=model.name)
+        return bodies.model_body(name, self._created, model.max_context, root=model.name)
 
 
 def _json(body: object) -> Response:

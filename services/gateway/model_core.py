@@ -139,6 +139,16 @@ class ModelCore:
         return "" if self.canary.passed else self.canary.failure
 
     @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its answer may have on some worker that is alive; 0: unknown."""
+        return self.router.longest
+
+    @property
+    def longest_read(self) -> int:
+        """Tokens that a prompt may have which is read, not continued; 0: unknown."""
+        return self.router.longest_read
+
+    @property
     def room_behind(self) -> int:
         """How many more requests decode workers would take now that nobody waits for: a quarter of their places stays free for
         those who do."""

@@ -41,9 +41,17 @@ def _late(request: Request, now: float, stall_s: float) -> Actions:
             return request.next_attempt(errors.WorkerLost("lost frames did not come again"), now, counted=True)
         case _ if silence.lasts(now, stall_s * (2 if silence.fetches else 1)):
             if silence.fetches >= limits.max_fetches:
-                return request.silenced(now)
+                return _silenced(request, now)
             silence.fetches += 1
             return request.fetch(now)
         case _:
             pass
     return NOTHING
+
+
+def _silenced(request: Request, now: float) -> Actions:
+    """Go on elsewhere: the worker gives no tokens, however often it is asked."""
+    request.avoid.update(worker.id for worker in request.holders)
+    if request.stuck:
+        request.losses.lost(produced=request.produced)
+    return request.next_attempt(errors.WorkerLost("the worker fell silent"), now, counted=False)

@@ -273,6 +273,7 @@ class Placement:
                 seat.charged = seat.charged_prompt + answer
                 self._waiting.charge(request.tenant, seat.charged, request.weight)
             request.history.routed(now, request.attempt + 1, choice)
+            request.longest = self.router.longest
             alone, window = line == "alone", self.windows.size
             yield request, request.place(choice.prefill, choice.decode, now, alone=alone, window=window)
         for line, order, request in unplaced:
@@ -384,7 +385,7 @@ class Placement:
             del self._homeless[request.id]
             self.seats[request.id].offered = decode if self.router.offer(decode, request.num_tokens, now) else None
             yield request, redirect(request, decode, now)
-        elif not self.router.may_redirect(prefill, tried=request.tried):
+        elif not self.router.may_redirect(prefill, request.num_tokens, tried=request.tried):
             del self._homeless[request.id]
             yield request, stranded(request, now)
 

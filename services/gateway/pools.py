@@ -56,6 +56,7 @@ class Worker:
         "began_at",
         "credits",
         "kept_for",
+        "longest",
         "ours",
         "presence",
         "prompts",
@@ -81,6 +82,8 @@ class Worker:
         """The only request that it gets, one that has waited for its blocks for long; empty: all."""
         self.asked_in_vain_at = -math.inf
         """When it was last offered a hand-off for which it said that it has no blocks."""
+        self.longest = NOTHING_IS_TOO_LONG
+        """A sequence of so many tokens is left to workers of its pool that hold more. Those that hold the most take any."""
         self.observe(presence)
 
     def observe(self, presence: Presence) -> None:
@@ -104,7 +107,7 @@ class Worker:
 
     def takes(self, num_tokens: int, request: str = "") -> bool:
         """Whether it may have room for a request of so many tokens."""
-        return self.spare > 0 and num_tokens < self.too_long and self.kept_for in ("", request)
+        return self.spare > 0 and num_tokens < min(self.too_long, self.longest) and self.kept_for in ("", request)
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
@@ -170,6 +173,8 @@ class Pool:
         self.usable = 0
         self.places = 0
         """Of all members that are ready, when they were counted last."""
+        self.longest = 0
+        """Tokens of the longest sequence that a member holds, or held when there was one; 0: unknown."""
         self._open: list[Worker] = []
         self._slots: dict[str, int] = {}
         self._turn = 0
@@ -200,9 +205,16 @@ class Pool:
             self._slots[worker_id] = len(self._open)
             self._open.append(worker)
 
-    def count_places(self) -> None:
-        """Call when workers have said how they are."""
-        self.places = sum(worker.places for worker in self.members.values() if worker.usable)
+    def count(self) -> None:
+        """Count places, and who holds the longest sequences. Call when workers have said how they are."""
+        usable = [worker for worker in self.members.values() if worker.usable]
+        self.places = sum(worker.places for worker in usable)
+        if usable:
+            held = [worker.presence.max_context for worker in usable]
+            self.longest = max(held) if all(held) else 0
+        for worker in usable:
+            mine = worker.presence.max_context
+            worker.longest = mine if mine < self.longest else NOTHING_IS_TOO_LONG
 
     def spare(self, limit: int) -> int:
         """How many requests all of them would take, or some number above `limit`: no more workers are asked than that takes."""

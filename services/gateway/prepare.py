@@ -40,11 +40,12 @@ _T = TypeVar("_T")
 
 
 class Preparer:
-    """Turns requests into jobs for one model."""
+    """Turns requests into jobs for one model. `context`: returns the tokens that a prompt and its answer may have now."""
 
-    def __init__(self, bundle: TextBundle, config: GatewayConfig, intake: Intake) -> None:
+    def __init__(self, bundle: TextBundle, config: GatewayConfig, intake: Intake, context: Callable[[], int]) -> None:
         self._bundle = bundle
         self._config = config
+        self._context = context
         self._threads = intake.threads
         self._tokenizer = bundle.tokenizer
         max_cached = 0 if config.zero_retention else MAX_CACHED  # a grammar holds its request's schema
@@ -165,7 +166,7 @@ class Preparer:
         param, asked = "max_tokens", request.max_tokens
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             param, asked = "max_completion_tokens", request.max_completion_tokens
-        context = self._bundle.max_context
+        context = self._context()
         if tenant is not None and tenant.settings.max_context:
             context = min(context, tenant.settings.max_context)
         room = context - max(map(len, prompts))
@@ -193,7 +194,7 @@ class Preparer:
         template, offered = request.chat_template or "", request.offered_tools
         chosen = template_of(self._bundle, request)
         variables = template_variables(chosen, request, reasons=self._bundle.dialect_of(chosen).reasoning != "none")
-        limit = self._bundle.max_context - 1
+        limit = self._context() - 1
         num_tools_chars = tools.size_of(offered)
         self._check_size(num_tools_chars, limit, "tools")
         self._check_size(tools.size_of(request.documents or ()), limit, "documents")
@@ -233,7 +234,7 @@ class Preparer:
     async def _completion_prompts(self, request: CompletionRequest) -> tuple[list[list[int]], list[str]]:
         """The prompts' token ids, and what `echo` puts before each choice."""
         parts = request.prompts
-        limit = self._bundle.max_context - 1
+        limit = self._context() - 1
         if not parts or not all(parts):
             raise EmptyPrompt("the prompt is empty: send at least one character or token", param="prompt")
         for part in parts:

@@ -55,7 +55,8 @@ UNKNOWN_APART_S = 0.5
 class Request:
     """`wake` is called when `transcript` has something new. `wire_id` names it to workers, unlike any other ever; `client_id`
     is the edge's. `path` forces a path, and `only` the worker that is to compute the prompt (canaries). Of a tenant's requests,
-    the least `rank` is placed first."""
+    the least `rank` is placed first. `longest`: tokens that some worker held for one sequence when it was last placed; 0:
+    unknown."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Request:
         self.holders: set[WorkerRef] = set()
         self.avoid: set[str] = set()
         self.tried: set[str] = set()
-        self.failures = self.unknowns = 0
+        self.failures = self.unknowns = self.longest = 0
         self.unknown_at = self.first_token_at = 0.0
         self.losses = Losses()
         self.produced = 0
@@ -208,6 +209,8 @@ class Request:
             self.transcript.cached_tokens = frame.cached_tokens
         if finish is not None and frame.start + len(frame.tokens) >= len(self.tokens):
             self.transcript.embedding = frame.embedding
+            if finish == "length" and not self.is_read and not self.transcript.full and self.num_tokens < self.longest:
+                return self.next_attempt(errors.ContextLengthExceeded(f"{worker.id} holds no more"), now, counted=False)
             return self.end(finish, None)
         if self.transcript.full:
             return self.end(self.transcript.complete(), None)
@@ -240,13 +243,6 @@ class Request:
         return NOTHING
 
     # -- time
-
-    def silenced(self, now: float) -> Actions:
-        """The worker gives no tokens, however often it is asked."""
-        self.avoid.update(worker.id for worker in self.holders)
-        if self.stuck:
-            self.losses.lost(produced=self.produced)
-        return self.next_attempt(errors.WorkerLost("the worker fell silent"), now, counted=False)
 
     def reconnected(self, now: float) -> Actions:
         """The bus was away and has lost what it carried: ask at once for what was missed. Time away does not count."""

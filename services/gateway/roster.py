@@ -58,7 +58,7 @@ class Roster:
                 worker.observe(presence)
                 self._update(worker)
         for pool in (self.prefill, self.decode):
-            pool.count_places()
+            pool.count()
         steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
         self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
         self._tokens_per_s = usual_tokens_per_s(self._workers.values())
@@ -114,8 +114,27 @@ class Roster:
         return self._readers.has_room
 
     @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its answer may have; 0: unknown."""
+        return self.decode.longest or self.prefill.longest
+
+    @property
+    def longest_read(self) -> int:
+        """Tokens that a prompt which is read may have; 0: unknown."""
+        return max(self._readers.longest, self.decode.longest) if self._readers.longest else 0
+
+    @property
     def _readers(self) -> Pool:
         return self.prefill if self.prefill.usable else self.decode
+
+    def _readers_of(self, num_tokens: int) -> Pool:
+        """Return who may read a prompt: decode workers, too, if it is longer than prefill workers hold."""
+        is_too_long = 0 < self.prefill.longest < num_tokens <= self.decode.longest
+        return self.decode if is_too_long and self.decode.usable else self._readers
+
+    def may_prefill(self, num_tokens: int) -> bool:
+        """Whether a prompt of so many tokens may be computed by a prefill worker for a decode worker."""
+        return self.can_prefill and not 0 < self.prefill.longest <= num_tokens
 
     @property
     def can_prefill(self) -> bool:

@@ -68,11 +68,11 @@ class Router(Roster):
     def is_direct(self, job: Job, cached: Mapping[int, int]) -> bool:
         """Whether the request waits for room at decode alone, where workers are full."""
         uncached = job.num_tokens - max(cached.values(), default=0)
-        return uncached <= MAX_DIRECT_FACTOR * self.direct_max_tokens or not self.can_prefill
+        return uncached <= MAX_DIRECT_FACTOR * self.direct_max_tokens or not self.may_prefill(job.num_tokens)
 
     def choose_to_clear(self, job: Job) -> WorkerRef | None:
         """The worker that is soonest idle if it gets nothing new. None: others would be left without one."""
-        pool = self._readers if job.path == "read" else self.decode
+        pool = self._readers_of(job.num_tokens) if job.path == "read" else self.decode
         usable = [worker for worker in pool.members.values() if worker.usable and not worker.reserved]
         if len(usable) < 2:
             return None
@@ -97,12 +97,12 @@ class Router(Roster):
 
     def choose_alone_to_read(self, job: Job) -> ReadChoice | None:
         """A worker that has nothing to do, for a prompt that must not be read beside others."""
-        idle = _idle(self._readers, job)
+        idle = _idle(self._readers_of(job.num_tokens), job)
         return None if idle is None else ReadChoice(idle, job.num_tokens, reason="runs_alone")
 
     def choose_to_read(self, job: Job) -> ReadChoice | None:
         """A worker for a prompt that is read; what is cached of it is mostly computed again. None: all are full."""
-        candidates = self._candidates(self._readers, {}, job)
+        candidates = self._candidates(self._readers_of(job.num_tokens), {}, job)
         if not candidates:
             return None
         costs = [(self._prompt_s(worker, job, {}), worker) for worker in candidates]
@@ -118,8 +118,9 @@ class Router(Roster):
         if not self.decode.has_room:
             return None
         direct = self._direct(job, cached)
-        if job.path == "direct" or (job.path == "auto" and not self.can_prefill):
-            reason = "path_given" if job.path == "direct" else "no_prefill_worker"
+        if job.path == "direct" or (job.path == "auto" and not self.may_prefill(job.num_tokens)):
+            reason = "too_long_for_prefill" if self.can_prefill else "no_prefill_worker"
+            reason = "path_given" if job.path == "direct" else reason
             if direct and direct[1].ttft_s > SAFE * self.ttft_s > 0:
                 direct = self._direct(job, cached, soonest=True) or direct
             return direct[1].because(reason) if direct else None
@@ -170,11 +171,11 @@ class Router(Roster):
                 return min(candidates, key=lambda w: (job.num_tokens > w.room, self._decode_cost(w, job, {}))).ref
         return None
 
-    def may_redirect(self, prefill: WorkerRef, *, tried: Iterable[str]) -> bool:
-        """Is there an untried decode worker, with or without room, that could read what `prefill` holds?"""
+    def may_redirect(self, prefill: WorkerRef, num_tokens: int, *, tried: Iterable[str]) -> bool:
+        """Is there an untried decode worker, with or without room, that could read so many tokens which `prefill` holds?"""
         tried = frozenset(tried)
         members = itertools.chain.from_iterable(self._pairs[pair][1].members.values() for pair in self._pairs_of(prefill))
-        return any(w.usable and w.ref.id not in tried for w in members)
+        return any(w.usable and num_tokens < w.longest and w.ref.id not in tried for w in members)
 
     # -- inside
 

@@ -35,10 +35,11 @@ _T = TypeVar("_T")
 
 
 class Tokenizing:
-    """One model's tokens for those who ask for nothing else."""
+    """One model's tokens for those who ask for nothing else. `context`: returns how many prompt and answer may have now."""
 
-    def __init__(self, bundle: TextBundle, intake: Intake) -> None:
+    def __init__(self, bundle: TextBundle, intake: Intake, context: Callable[[], int]) -> None:
         self._bundle = bundle
+        self._context = context
         self._tokenizer = bundle.tokenizer
         self._threads = intake.threads
         self._limit_chars = max(MIN_LIMIT_CHARS, CHARS_PER_TOKEN * bundle.max_context)
@@ -97,7 +98,7 @@ class Tokenizing:
         return self._tokenizer.add_special(ids) if request.add_special_tokens else ids
 
     def _tokenized(self, ids: list[int], with_names: bool) -> Pieces:
-        head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), self._bundle.max_context)
+        head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), self._context())
         parts = [head, *_members(ids)]
         if with_names:
             parts += [b'],"token_strs":[', *_members(ids, self._tokenizer.token_name), b"]}"]

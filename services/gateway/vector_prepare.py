@@ -48,11 +48,12 @@ class VectorJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VectorPreparer:
-    """Turns requests into jobs for one model."""
+    """Turns requests into jobs for one model. `context`: returns the tokens that a prompt may have now."""
 
-    def __init__(self, bundle: TextBundle, config: GatewayConfig, intake: Intake) -> None:
+    def __init__(self, bundle: TextBundle, config: GatewayConfig, intake: Intake, context: Callable[[], int]) -> None:
         self._bundle = bundle
         self._config = config
+        self._context = context
         self._threads = intake.threads
         self._embedding = load_embedding_config(bundle.files)
 
@@ -121,7 +122,7 @@ class VectorPreparer:
             raise InvalidParameter(f"{count} vectors are {values} values; at most {limit} are answered", param="input")
 
     async def _encode(self, groups: list[tuple[list[str] | list[list[int]], str]], special: bool) -> list[list[int]]:
-        limit = self._bundle.max_context
+        limit = self._context()
         tokenizer = self._bundle.tokenizer
         for parts, param in groups:
             if any(not part for part in parts) or not any(parts for parts, _ in groups):

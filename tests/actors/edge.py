@@ -122,7 +122,7 @@ class ScriptedCore:
         self.ref = WorkerRef("gateway", "gateway-1", 1)
         self.metrics = Metrics(role="gateway")
         self.tracing = OFF
-        self.ready, self.obstacle = True, ""
+        self.ready, self.obstacle, self.longest, self.longest_read = True, "", 0, 0
         self.draining = False
         self.capacity = capacity
         self.streams: list[ScriptedStream] = []

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from common.protocol.errors import DeadlineExceeded, NoWorkers
 from services.gateway.choices import choice_seed
-from tests.actors.edge import BUNDLE, EOS, ScriptedCore, ScriptedStream, ids
+from tests.actors.edge import BUNDLE, EOS, MAX_CONTEXT, ScriptedCore, ScriptedStream, ids
 from tests.actors.http_client import CHAT, COMPLETIONS, HI, MODEL, check_error, client, post, says
 
 # ── whole answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,6 +128,21 @@ async def test_a_fault_of_ours_is_a_500_with_an_id_and_no_details(monkeypatch: p
 
 
 # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_context_is_what_workers_hold_if_that_is_less_than_the_models() -> None:
+    core = ScriptedCore(says("abc"))
+    async with client(core) as http:
+        for longest, context in ((0, MAX_CONTEXT), (MAX_CONTEXT + 1, MAX_CONTEXT), (100, 100)):
+            core.longest, core.longest_read = longest, 2 * longest
+            assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == context
+            refused = await http.post(COMPLETIONS, json={"prompt": [5] * 50, "max_tokens": context - 49})
+            check_error(refused, 400, "context_length_exceeded")
+            assert f"50 of {context} tokens" in refused.text
+        check_error(await http.post(COMPLETIONS, json={"prompt": [5] * 100}), 400, "context_length_exceeded")
+        assert len(core.streams) == 0
+        assert (await http.post(COMPLETIONS, json={"prompt": [5] * 50, "max_tokens": -1})).status_code == 200
+        assert core.streams[0].request.sampling.max_tokens == 50
 
 
 async def test_models_health_ready_and_metrics() -> None:

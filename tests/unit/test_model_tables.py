@@ -11,7 +11,6 @@ import pytest
 
 from common.cli import up_settings
 from common.cli.fleet import ProcessSpec, processes, settled
-from common.cli.up import _checked, _sized
 from common.cli.up_settings import UpSettings
 from common.protocol.errors import ConfigError
 from common.runtime import model_tables
@@ -19,7 +18,6 @@ from common.runtime.sections import config_type, model_fields
 from common.runtime.settings import ServiceConfig
 from services.gateway.config import GatewayConfig
 from services.gateway.model_core import Served, names_of_workers
-from tests.fixtures.tiny_model import write_tiny_model
 
 FILE = """
 [common]
@@ -263,17 +261,6 @@ def test_a_context_that_a_pool_holds_is_its_models(tmp_path: Path) -> None:
     assert found["decode-large-0"].max_model_len == 1000
     assert found["decode-dummy-tiny-0"].max_model_len == 128
     assert [each.max_model_len for each in found["gateway-0"].each] == [0, 128]
-
-
-def test_a_gateway_of_several_models_is_not_told_what_pools_hold_and_up_says_so(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "tiny")
-    table = f'[[models]]\nmodel = "{model}"\nserved_model_name = '
-    path = tmp_path / "models.toml"
-    path.write_text(f'{table}"one"\n{table}"two"\nmax_model_len = 128\n')
-    settings = up_settings.read([f"--config={path}", f"--shm-dir={tmp_path}", "--kv-cache-mb=16", "--num-blocks=24"], {})
-    assert settings is not None
-    (warning,) = [warning for warning in _checked(_sized(settings))[1] if "[[models]]" in warning]
-    assert warning.startswith("say max_model_len = 368 for one in its [[models]] table: ")
 
 
 def test_names_of_workers_with_long_models_names_are_names() -> None:

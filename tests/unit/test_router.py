@@ -408,14 +408,14 @@ def test_a_redirect_goes_to_an_untried_decode_worker_of_the_same_host() -> None:
     assert choice is not None
     assert choice.id == "decode-2"
     assert pool.choose_decode(prefill, LONG, tried={"decode-1", "decode-2"}) is None
-    assert not pool.may_redirect(prefill, tried={"decode-1", "decode-2"})
+    assert not pool.may_redirect(prefill, 8, tried={"decode-1", "decode-2"})
 
 
 def test_a_redirect_may_be_worth_waiting_for() -> None:
     pool = router(worker("prefill", 1), worker("decode", 1, credits=0))
     prefill = WorkerRef("prefill", "prefill-1", 1)
     assert pool.choose_decode(prefill, LONG, tried=()) is None
-    assert pool.may_redirect(prefill, tried=())
+    assert pool.may_redirect(prefill, 8, tried=())
 
 
 def test_an_idle_worker_that_lacked_blocks_is_not_asked_again_until_it_says_otherwise() -> None:
@@ -511,8 +511,8 @@ def test_a_redirect_goes_to_the_same_host_first_and_then_to_others() -> None:
     prefill = WorkerRef("prefill", "prefill-1", 1)
     assert pool.choose_decode(prefill, LONG, tried=()) == WorkerRef("decode", "decode-1", 1)
     assert pool.choose_decode(prefill, LONG, tried={"decode-1"}) == WorkerRef("decode", "decode-2", 1)
-    assert pool.may_redirect(prefill, tried={"decode-1"})
-    assert not pool.may_redirect(prefill, tried={"decode-1", "decode-2"})
+    assert pool.may_redirect(prefill, 8, tried={"decode-1"})
+    assert not pool.may_redirect(prefill, 8, tried={"decode-1", "decode-2"})
 
 
 def test_a_worker_of_two_pairs_leaves_both() -> None:
