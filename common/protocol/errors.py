@@ -33,11 +33,11 @@
     │   ├── TransportUnavailable         transport_unavailable
     │   └── WorkerLost                   worker_lost
     ├── BusError
-    │   ├── NoResponders                 nobody listens on the subject: the process is gone
-    │   ├── BusRefused                   the server wants other credentials
-    │   ├── RequestTimeout               somebody listens but did not answer
-    │   ├── StreamConflict               somebody else has written there meanwhile
-    │   └── BusClosed
+    │   ├── NoResponders                 no_responders      nobody listens on the subject: the process is gone
+    │   ├── BusRefused                   bus_refused        the server wants other credentials
+    │   ├── RequestTimeout               bus_timeout        somebody listens but did not answer
+    │   ├── StreamConflict               stream_conflict    somebody else has written there meanwhile
+    │   └── BusClosed                    bus_closed
     ├── ProtocolError           a message that can't be decoded
     └── ConfigError             names the key and the nearest known one
 
@@ -227,7 +227,7 @@ class BusRefused(BusError):
 
 
 class RequestTimeout(BusError):
-    code = "request_timeout"
+    code = "bus_timeout"
 
 
 class StreamConflict(BusError):

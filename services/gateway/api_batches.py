@@ -17,10 +17,17 @@ from services.gateway.api_answers import COUNT, NULL, STRING, Schema, array, con
 from services.gateway.api_operation import Errors, Operation, Parameter, answer
 from services.gateway.batches.http import DEFAULT_LIMIT, MAX_FIELD_BYTES, MAX_LIMIT
 from services.gateway.batches.records import ENDPOINTS, BatchRequest, Status
-from services.gateway.batches.store import BatchEnded, BatchNotFound, FileNotFound, TenantStorageFull, TooManyBatches
+from services.gateway.batches.store import (
+    BatchEnded,
+    BatchNotFound,
+    FileNotFound,
+    StorageUnavailable,
+    TenantStorageFull,
+    TooManyBatches,
+)
 from services.gateway.http_body import BodyTimeout, WrongContentType
 
-_STORED: Errors = (JetStreamOff, StorageFull, InternalError)
+_STORED: Errors = (JetStreamOff, StorageFull, StorageUnavailable, InternalError)
 _STATUSES: tuple[str, ...] = get_args(Status)
 _TIME = either(COUNT, NULL)
 _NAME = either(STRING, NULL)

@@ -26,7 +26,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.door import Door
 from services.gateway.http import create_app
 from tests.actors.edge import BUNDLE, ScriptedCore, ScriptedStream
-from tests.actors.http_client import CHAT, MODEL
+from tests.actors.http_client import CHAT, MODEL, check_error
 from tests.actors.test_many_models import ONE, models, over_http
 
 pytestmark = pytest.mark.virtual_time
@@ -227,6 +227,18 @@ async def test_an_answer_of_the_server_that_is_lost_loses_no_file(
         await anyio.sleep(0.4)  # until the gateway has asked again, and made of the answer what it will
         await check_whole(one, batch, 5)
     assert lost and len(one.core.streams) == 5
+
+
+async def test_while_the_server_does_not_answer_files_and_batches_say_so_and_when_to_try_again(broker: MemoryBroker) -> None:
+    one = Gateway(broker, answers)
+    async with running(one):
+        await one.until_on()
+        broker.stop()
+        for answer in (await one.http.get("/v1/files"), await one.http.get("/v1/batches/batch-1")):
+            check_error(answer, 503, "storage_unavailable")
+            assert answer.headers["retry-after"] == "1"
+        broker.start()
+        await one.until_on()
 
 
 async def test_what_is_nobodys_fault_is_no_result(broker: MemoryBroker) -> None:

@@ -81,7 +81,7 @@ def test_a_refused_handoff_is_redirected_and_the_refuser_may_be_asked_again_late
 
 def test_a_decode_worker_whose_answer_was_lost_is_freed_and_its_frames_are_dropped() -> None:
     request = in_state(State.HANDING_OFF)
-    actions = handoff_failed(request, P1, 1, "request_timeout", 0.1)
+    actions = handoff_failed(request, P1, 1, "bus_timeout", 0.1)
     assert freed(actions) == {D1}
     assert D1.id in request.tried
     redirect(request, D2, 0.2)

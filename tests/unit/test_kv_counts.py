@@ -158,7 +158,7 @@ def test_what_other_requests_computed_meanwhile_is_nobodys_recomputation() -> No
 def test_the_reason_is_that_of_the_hand_off_that_failed() -> None:
     line = Timeline(1.0, num_computed=0, num_outputs=1, known_tokens=32)
     assert line.reason == "moved"
-    line.copied(Event("prefix", 1.0, 2.0, error="request_timeout"), 0)
+    line.copied(Event("prefix", 1.0, 2.0, error="bus_timeout"), 0)
     assert line.reason == "moved"
     line.copied(Event("pull", 1.0, 2.0, error="stale_handle"), 0)
     assert line.reason == "stale_handle"

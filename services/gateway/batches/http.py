@@ -5,7 +5,7 @@ A file goes into its streams as it comes, and from there to who reads it: nothin
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -16,11 +16,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Scope
 
-from common.protocol.errors import InvalidParameter, Overloaded, PayloadTooLarge, RateLimited
+from common.protocol.errors import BusError, InvalidParameter, Overloaded, PayloadTooLarge, RateLimited
 from services.gateway.batches.multipart import FormParser, Part, boundary_of
 from services.gateway.batches.records import FileRecord, parse_request
 from services.gateway.batches.service import Batches
-from services.gateway.batches.store import FileWriter, Store, TenantStorageFull
+from services.gateway.batches.store import FileWriter, StorageUnavailable, Store, TenantStorageFull
 from services.gateway.catalog import Catalog
 from services.gateway.http_body import BodyTimeout, ClientGone, read_body
 from services.gateway.tenants import Tenant
@@ -57,16 +57,29 @@ def batch_routes(batches: Batches, catalog: Catalog, authorize: Authorize) -> li
     """What a gateway's HTTP port serves of files and batches."""
     api = _Api(batches, catalog, authorize)
     return [
-        Route("/v1/files", api.upload, methods=["POST"]),
-        Route("/v1/files", api.files, methods=["GET"]),
-        Route("/v1/files/{id}", api.file, methods=["GET"]),
-        Route("/v1/files/{id}", api.delete_file, methods=["DELETE"]),
-        Route("/v1/files/{id}/content", api.content, methods=["GET"]),
-        Route("/v1/batches", api.create, methods=["POST"]),
-        Route("/v1/batches", api.batches, methods=["GET"]),
-        Route("/v1/batches/{id}", api.batch, methods=["GET"]),
-        Route("/v1/batches/{id}/cancel", api.cancel, methods=["POST"]),
+        Route("/v1/files", _reached(api.upload), methods=["POST"]),
+        Route("/v1/files", _reached(api.files), methods=["GET"]),
+        Route("/v1/files/{id}", _reached(api.file), methods=["GET"]),
+        Route("/v1/files/{id}", _reached(api.delete_file), methods=["DELETE"]),
+        Route("/v1/files/{id}/content", _reached(api.content), methods=["GET"]),
+        Route("/v1/batches", _reached(api.create), methods=["POST"]),
+        Route("/v1/batches", _reached(api.batches), methods=["GET"]),
+        Route("/v1/batches/{id}", _reached(api.batch), methods=["GET"]),
+        Route("/v1/batches/{id}/cancel", _reached(api.cancel), methods=["POST"]),
     ]
+
+
+def _reached(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint with an error for clients where the bus does not answer."""
+
+    async def answered(request: Request) -> Response:
+        """:raises PenstockError: what `endpoint` raises. :raises StorageUnavailable: in place of a `BusError`."""
+        try:
+            return await endpoint(request)
+        except BusError as error:
+            raise StorageUnavailable from error
+
+    return answered
 
 
 class _Api:

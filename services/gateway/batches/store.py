@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from common.protocol import headers, subjects
-from common.protocol.errors import BusClosed, BusError, InvalidParameter, RequestError, StreamConflict
+from common.protocol.errors import BusClosed, BusError, InvalidParameter, RequestError, ServiceError, StreamConflict
 from common.runtime.streams import Streams, StreamSpec
 from services.gateway.batches.records import Batch, FileRecord
 from services.gateway.batches.results import Result
@@ -34,6 +34,16 @@ MAX_LISTED = 100_000
 RecordKind = Literal["file", "batch"]
 
 _T = TypeVar("_T")
+
+
+class StorageUnavailable(ServiceError):
+    """The bus does not answer. What was to be written may be there."""
+
+    code = "storage_unavailable"
+    http_status = 503
+
+    def __init__(self) -> None:
+        super().__init__("files and batches can't be reached: the NATS server does not answer; try again in a moment")
 
 
 class FileNotFound(RequestError):

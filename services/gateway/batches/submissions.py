@@ -34,7 +34,7 @@ from common.runtime import logs
 from common.runtime.bus import Bus, BusMessage, Endpoint, Subscription
 from services.gateway import bodies
 from services.gateway.batches.lines import WrongLine, parse_line
-from services.gateway.batches.store import Store, insist
+from services.gateway.batches.store import StorageUnavailable, Store, insist
 from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.config import GatewayConfig
 from services.gateway.nats_reply import check_reply
@@ -119,7 +119,9 @@ class Submissions:
                 message = msgspec.structs.replace(message, headers={**message.headers, headers.REQUEST_ID: asked})
             await self._bus.publish(message.reply, await answer(message), headers=said)
         except Exception as error:
-            if not isinstance(error, PenstockError):
+            if isinstance(error, BusError):
+                error = StorageUnavailable()
+            elif not isinstance(error, PenstockError):
                 log.exception("line_failed")
                 error = bodies.internal_error("line")
             drop_frames(error)
