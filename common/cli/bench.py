@@ -20,7 +20,7 @@ from rich.progress import Progress
 from common.cli import speculation_counts
 from common.cli.bench_report import Report, summary, table
 from common.cli.chunks import Chunk, Timing
-from common.cli.client import ChatStream, connected, served_model
+from common.cli.client import ChatStream, check_served, connected, served_model
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run, write_answer
 from common.cli.generate import chat_body, conversation
 from common.cli.model_names import ModelName
@@ -28,7 +28,7 @@ from common.cli.net import may_use_proxy
 from common.cli.speculation_json import speculation_summary
 from common.cli.speculation_plot import check_plot, draw
 from common.cli.speculation_report import Speculation, between, speculation_table
-from common.protocol.errors import BusError, ConfigError, InternalError, PenstockError, ProtocolError, from_wire
+from common.protocol.errors import BusError, ConfigError, InternalError, PenstockError, ProtocolError, UnknownModel, from_wire
 
 if TYPE_CHECKING:
     import httpx
@@ -191,6 +191,8 @@ async def _over_nats(
 ) -> Report:
     async with connected(nats_url, "bench") as bus:
         name = await served_model(bus, model)
+        if model:
+            await check_served(bus, name)
         await begin(name)
 
         async def ask(number: int) -> Timing:
@@ -216,7 +218,7 @@ async def _over_http(
     limits = httpx.Limits(max_connections=concurrency)
     headers, proxy = _authorization(api_key), may_use_proxy(url)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits, trust_env=proxy) as http:
-        name = model or await _first_model(http)
+        name = await _model(http, model)
         await begin(name)
 
         async def ask(number: int) -> Timing:
@@ -241,8 +243,11 @@ def _authorization(api_key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-async def _first_model(http: httpx.AsyncClient) -> str:
-    """:raises ConfigError: if there is no OpenAI API, or it refuses this client."""
+async def _model(http: httpx.AsyncClient, wanted: str) -> str:
+    """Return `wanted`, or the first model that the server lists.
+
+    :raises ConfigError: if there is no OpenAI API, or it refuses this client. :raises UnknownModel: `wanted` is not listed.
+    """
     import httpx
 
     try:
@@ -252,11 +257,17 @@ async def _first_model(http: httpx.AsyncClient) -> str:
     if answer.status_code == 401:
         raise ConfigError(f"{http.base_url} wants an API key: give it as --api-key or PENSTOCK_API_KEY", param="api_key")
     try:
-        return str(answer.raise_for_status().json()["data"][0]["id"])
+        names = [str(model["id"]) for model in answer.raise_for_status().json()["data"]]
+        name = wanted or names[0]
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        if wanted:
+            return wanted  # not every server has a list
         raise ConfigError(
             f"{http.base_url} gave no list of models (status {answer.status_code}): is it an OpenAI API?"
         ) from error
+    if name not in names:
+        raise UnknownModel(f"the model {name[:100]!r} is not served on {http.base_url}: there are {', '.join(names)}")
+    return name
 
 
 def _read_event(line: str, timing: Timing) -> bool:

@@ -18,7 +18,7 @@ import typer
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from common.cli.chunks import Answer
-from common.cli.client import LISTEN_S, connected, gateway_models, served_model, watch_presence
+from common.cli.client import LISTEN_S, check_served, connected, gateway_models, served_model, watch_presence
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, first_error, write_answer
 from common.cli.conversation import Conversation
 from common.cli.generate import MaxTokens, Seed, System, Temperature, chat_body, print_timing, stream_answer
@@ -53,6 +53,8 @@ def command(
     try:
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(connected(nats_url, "chat")) as bus:
             name = portal.call(served_model, bus, model)
+            if model:
+                portal.call(check_served, bus, name)
             sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
             Chat(portal, bus, name, Conversation(system), sampling).talk()
     except BaseExceptionGroup as group:

@@ -256,6 +256,21 @@ async def served_model(bus: Bus, wanted: str = "") -> str:
     return served[0]
 
 
+async def check_served(bus: Bus, model: str) -> None:
+    """Check that a gateway on the bus serves `model`, as far as this user of the bus may hear them.
+
+    :raises UnknownModel: the message names the models that are served. :raises NoWorkers: no gateway was heard.
+    """
+    if bus.tenant:
+        return
+    heard = await watch_presence(bus, LISTEN_S, until_role="gateway")
+    if model in gateway_models(heard, aliases=True) or getattr(bus, "denied", ()):
+        return
+    error = await not_served(bus, model)  # having listened for longer
+    if isinstance(error, UnknownModel) or not heard:
+        raise error
+
+
 async def not_served(bus: Bus, model: str) -> PenstockError:
     """Return the reason why nobody listens to requests for `model`; an `UnknownModel` names the models that are served."""
     names = gateway_models(await watch_presence(bus, LISTEN_S), aliases=True)

@@ -191,6 +191,8 @@ async def test_a_conversation_from_a_pipe_has_a_turn_for_each_line(stack: Stack)
     failed = await run(stack, "chat", "--max-tokens", "9000", stdin=b"one\n")
     assert failed.returncode == 1 and failed.stderr.count("context_length_exceeded") == 1
     assert "not UTF-8" in (await run(stack, "chat", stdin=b"\xff\n")).stderr
+    unknown = await run(stack, "chat", "--model", "nope", stdin=b"")
+    assert unknown.returncode == 1 and unknown.stderr.startswith("error model_not_found: the model 'nope' is not served")
 
 
 async def test_generate_as_json_is_one_object_with_units_in_its_names(stack: Stack) -> None:

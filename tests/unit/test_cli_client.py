@@ -6,7 +6,7 @@ import anyio
 import msgspec
 import pytest
 
-from common.cli.client import ChatStream, served_model, watch_presence
+from common.cli.client import ChatStream, check_served, served_model, watch_presence
 from common.cli.console import first_error
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import (
@@ -160,7 +160,18 @@ async def test_a_model_that_nobody_serves_names_those_that_are() -> None:
             await ask("gpt-5")
         with pytest.raises(NoWorkers, match="the gateway of 'b' takes no requests now"):
             await ask("b")
+        with pytest.raises(UnknownModel, match="'gpt-5' is not served on this bus; Org/A, b are"):
+            await check_served(bus, "gpt-5")
+        await check_served(bus, "b")
         group.cancel_scope.cancel()
+
+
+async def test_a_model_is_not_looked_for_where_it_can_not_be_heard() -> None:
+    bus = MemoryBroker().connect("client")
+    with pytest.raises(NoWorkers, match="penstock up"):
+        await check_served(bus, "mine")
+    bus.denied = ['nats: permissions violation for subscription to "penstock.v1.int.presence.>"']  # pyright: ignore[reportAttributeAccessIssue]
+    await check_served(bus, "mine")
 
 
 async def test_the_served_model_is_what_a_ready_gateway_says() -> None:

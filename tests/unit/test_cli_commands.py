@@ -176,8 +176,21 @@ def test_bench_gives_its_key() -> None:
     with server(GOOD, key="s3cret") as url:
         ended = penstock("bench", "--url", url, "--requests", "1")
         assert ended.returncode == 1 and "PENSTOCK_API_KEY" in ended.stderr
+        ended = penstock("bench", "--url", url, "--requests", "1", "--model", "m", "--api-key", "wrong")
+        assert ended.returncode == 1 and "PENSTOCK_API_KEY" in ended.stderr and not ended.stdout
         assert penstock("bench", "--url", url, "--requests", "1", "--api-key", "s3cret").returncode == 0
         assert penstock("bench", "--url", url, "--requests", "1", PENSTOCK_API_KEY="s3cret").returncode == 0
+
+
+def test_bench_of_a_model_that_is_not_served_is_one_line() -> None:
+    with server(GOOD) as url:
+        ended = penstock("bench", "--url", url, "--requests", "1", "--model", "nope")
+    assert ended.returncode == 1 and not ended.stdout
+    assert (
+        ended.stderr.startswith("error model_not_found: the model 'nope' is not served on ") and ended.stderr.count("\n") == 1
+    )
+    with server(GOOD, b"<html>") as url:
+        assert penstock("bench", "--url", url, "--requests", "1", "--model", "m").returncode == 0
 
 
 def test_bench_without_a_server_fails() -> None:
@@ -185,7 +198,7 @@ def test_bench_without_a_server_fails() -> None:
     ended = penstock("bench", "--url", nobody)
     assert ended.returncode == 1 and "nothing answers on" in ended.stderr
     ended = penstock("bench", "--url", nobody, "--model", "m", "--requests", "2")
-    assert ended.returncode == 1 and "2 of 2 requests failed" in ended.stderr
+    assert ended.returncode == 1 and "nothing answers on" in ended.stderr and not ended.stdout
     for wrong in ("127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://[::1", "http://h:99999"):
         with pytest.raises(ConfigError, match="give http://host:port"):
             server_of(wrong)
