@@ -88,7 +88,8 @@ class Bus(Protocol):
         ...
 
     async def publish(self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None) -> None:
-        """:raises PayloadTooLarge: before anything is sent. :raises BusClosed: after close."""
+        """:raises PayloadTooLarge, InvalidParameter: too much, or no subject or header; before anything is sent.
+        :raises BusClosed: after close."""
         ...
 
     async def request(

@@ -86,6 +86,8 @@ def gguf_rope(fields: Fields) -> RopeSpec:
 
     As in llama.cpp, a factor without a type is linear, `attn_factor` multiplies what YaRN has, and files of old say
     `scale_linear`.
+
+    :raises ConfigError: a scaling that is not supported.
     """
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0)) or 1.0
     named = fields.get("rope.scaling.type", "none" if factor == 1.0 else "linear")
