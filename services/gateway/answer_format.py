@@ -12,7 +12,7 @@ from services.gateway.choice_events import AnswerFormat
 from services.gateway.openai import ChatRequest
 from services.gateway.tools import named_tool
 
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now"})
 _SWITCHES = ("enable_thinking", "thinking")
 """Names that templates have for whether the model reasons."""
 _PROMPT_END_TOKENS = 16
@@ -28,9 +28,9 @@ def template_variables(template: ChatTemplate, request: ChatRequest, *, reasons:
     if taken := _RESERVED.intersection(variables):
         raise InvalidParameter(f"chat_template_kwargs can't set {min(taken)}", param="chat_template_kwargs")
     if request.documents:
-        if "documents" not in template.names:
-            raise InvalidParameter("the chat template of this model shows no documents: send none", param="documents")
-        variables["documents"] = request.documents
+        variables.setdefault("documents", request.documents)
+    if variables.get("documents") and "documents" not in template.names:
+        raise InvalidParameter("the chat template of this model shows no documents: send none", param="documents")
     switch = next((name for name in _SWITCHES if name in template.names), None)
     effort = request.reasoning_effort
     if effort is not None:

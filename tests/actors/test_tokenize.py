@@ -107,6 +107,11 @@ async def test_documents_and_lists_go_to_the_template(edge: Edge) -> None:
         assert status == 200, answer
         tokens.append(answer["tokens"])
     assert tokens == [ids("a;<|end|>;Ada")] * 2
+    as_variable = {"chat_template_kwargs": beside["chat_template_kwargs"] | {"documents": beside["documents"]}}
+    status, answer, _ = await post(edge, "tokenize", {"messages": MESSAGES, **as_variable}, bundle=bundle)
+    assert status == 200 and answer["tokens"] == ids("a;<|end|>;Ada"), "as at vLLM"
+    status, answer, _ = await post(edge, "tokenize", {"messages": MESSAGES, **as_variable})
+    assert status == 400 and answer["error"]["param"] == "documents"
     status, answer, _ = await post(edge, "tokenize", {"messages": MESSAGES, **beside})
     assert (status, answer["error"]["param"]) == (400, "documents")
 
