@@ -10,6 +10,9 @@ with a reset after `stall_timeout_s`, whether it is being written to or was clos
 A client that is answered before it has sent its whole body may still be sending, and would lose its answer to the reset that
 closing causes then. So the rest is read and thrown away, for HEAD_TIMEOUT_S and MAX_DISCARD_BYTES. Clients that speak HTTP/1.0
 know no chunks: what has no length ends with the connection.
+
+A request may ask for another protocol (`Upgrade: h2c`, as Java's client does with its first one). It is answered in this one;
+httptools leaves its body to the other protocol, so the body is parsed by a second parser.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -45,6 +49,7 @@ token. Whoever takes it removes it from the scope: otherwise each would hold the
 _TOO_LATE = b"408 Request Timeout"
 _TOO_LARGE = b"431 Request Header Fields Too Large"
 _NO_ROOM = b"503 Service Unavailable"
+_OF_BODIES = (b"content-length", b"transfer-encoding")
 _RESET = struct.pack("ii", 1, 0)
 _FAREWELL_S = 1.0
 
@@ -63,6 +68,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _discarded = 0
     _stalled_since: float | None = None
     _turned_away = False
+    _is_head_known = False
+    """Whether what is parsed is a head that was parsed before."""
     _patience: asyncio.TimerHandle | None = None
     """Runs while a head is awaited, and while the rest of a body comes that was answered already: it is thrown away, because
     a client that is cut off in mid-sentence would not see its answer."""
@@ -98,13 +105,50 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._patience is None and self._all_answered:
             self._start_waiting()
         waiting = self._patience
-        super().data_received(data)
+        self._parse(data)
         if waiting is not None and waiting is self._patience and not self._in_body:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_TOO_LARGE)
 
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._leaves_body:
+                self._parse_body(data[upgrade.args[0] :])
+
+    @property
+    def _leaves_body(self) -> bool:
+        """Whether the request asks for another protocol and has a body, which the parser takes for that protocol's."""
+        return self.parser.should_upgrade() and any(name in _OF_BODIES for name, _ in self.headers)
+
+    def _parse_body(self, data: bytes) -> None:
+        """Go on behind the head with a parser that knows of no upgrade."""
+        self.parser = httptools.HttpRequestParser(self)
+        fields = b"".join(b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in _OF_BODIES)
+        self._is_head_known = True
+        try:
+            self._parse(b"POST / HTTP/1.1\r\n%s\r\n" % fields)
+        finally:
+            self._is_head_known = False
+        self._parse(data)
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_head_known:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_head_known:
+            super().on_header(name, value)
+
     def on_message_begin(self) -> None:
+        if self._is_head_known:
+            return
         super().on_message_begin()
         scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
         scope["extensions"] = {ABORT: self.abort}
@@ -112,6 +156,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_waiting()
 
     def on_headers_complete(self) -> None:
+        if self._is_head_known:
+            return
         self._in_body = True
         self._discarded = 0
         self._stop_waiting()
@@ -130,6 +176,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._leaves_body:
+            return
         self._in_body = False
         self._stop_waiting()
         super().on_message_complete()

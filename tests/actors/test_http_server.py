@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import anyio
 import httpx
 import pytest
@@ -31,6 +33,33 @@ async def test_a_connection_may_be_idle_for_longer_than_clients_keep_one() -> No
             assert b"hello" in await stream.receive()
             await anyio.sleep(idle_s)
         await stream.aclose()
+
+
+@pytest.mark.parametrize("cut", [0, 60, -30, None])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_request_that_offers_http_2_keeps_its_body(cut: int | None, chunked: bool) -> None:
+    """Java's client offers it with each first request to a plain address, and sends head and body apart."""
+    core = ScriptedCore(lambda stream: stream.say("hello", finish="stop"))
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+    head, body = request_bytes(HI).split(b"\r\n\r\n")
+    if chunked:
+        head = re.sub(rb"content-length: \d+", b"transfer-encoding: chunked", head, flags=re.IGNORECASE)
+        body = b"5\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (body[:5], len(body) - 5, body[5:])
+    request = head + b"\r\n" + offer + b"\r\n" + body
+    cut = len(request) - len(body) if cut is None else cut
+    async with serving(core) as port, await anyio.connect_tcp("127.0.0.1", port) as connection:
+        for _ in range(2):
+            await connection.send(request[:cut] or request)
+            if cut:
+                await anyio.sleep(0.02)
+                await connection.send(request[cut:])
+            with anyio.fail_after(5):
+                answer = await connection.receive()
+            assert answer.startswith(b"HTTP/1.1 200") and b"hello" in answer
+        await connection.send(request_bytes(HI))
+        with anyio.fail_after(5):
+            assert b"hello" in await connection.receive()
+    assert len(core.streams) == 3
 
 
 async def test_a_closed_connection_frees_its_request_within_a_second() -> None:
