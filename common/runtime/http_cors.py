@@ -15,7 +15,7 @@ from common.runtime.http_access import ANY
 
 MAX_AGE_S = 600
 METHODS = b"GET, POST, DELETE"
-EXPOSED = b"x-request-id, retry-after, warning, www-authenticate"
+EXPOSED = b"x-request-id, retry-after, x-should-retry, warning, www-authenticate"
 """Headers of answers that a page's script may read, besides the harmless ones that it always may."""
 
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,4096}")

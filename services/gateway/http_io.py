@@ -12,12 +12,16 @@ import anyio.lowlevel
 from starlette.types import Receive, Scope, Send
 
 from common.protocol.errors import (
+    DeadlineExceeded,
+    InvalidLogits,
+    JetStreamOff,
     Overloaded,
     PenstockError,
     RateLimited,
     RequestError,
     ServiceError,
     ShuttingDown,
+    WorkersDied,
 )
 from common.runtime.http_protocol import ABORT, SEND_BODY
 from services.gateway import bodies
@@ -27,6 +31,9 @@ Headers = list[tuple[bytes, bytes]]
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _RETRY_AFTER_S = 1
+_NOT_TO_RETRY = (DeadlineExceeded, InvalidLogits, JetStreamOff, WorkersDied)
+"""Errors of status 5xx after which another attempt would end alike. The clients of OpenAI and Anthropic make two by themselves
+unless they are told so, and a request that kills workers would kill more of them."""
 
 
 class Unauthorized(RequestError):
@@ -40,6 +47,8 @@ def error_headers(error: PenstockError) -> Headers:
         return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s)))]
     if isinstance(error, (Overloaded, ShuttingDown)) or (isinstance(error, ServiceError) and error.http_status == 503):
         return [(b"retry-after", b"%d" % _RETRY_AFTER_S)]
+    if isinstance(error, _NOT_TO_RETRY):
+        return [(b"x-should-retry", b"false")]
     if isinstance(error, Unauthorized):
         return [(b"www-authenticate", b"Bearer")]
     return []

@@ -37,6 +37,7 @@ _HEADERS: dict[str, Schema] = {
     "retry-after": {"description": "Seconds to wait before the next attempt.", "schema": STRING},
     "www-authenticate": {"description": "How to send the API key.", "schema": STRING},
     "warning": {"description": "Arguments that had no effect.", "schema": STRING},
+    "x-should-retry": {"description": "`false`: another attempt would end as this one.", "schema": STRING},
     "x-request-id": {"description": "The client's, or one that was made for the request.", "schema": STRING},
 }
 

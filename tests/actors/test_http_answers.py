@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI, BadRequestError, InternalServerError
 
-from common.protocol.errors import DeadlineExceeded, NoWorkers
+from common.protocol.errors import DeadlineExceeded, InvalidLogits, NoWorkers, PenstockError, WorkersDied
 from services.gateway.choices import choice_seed
 from tests.actors.edge import BUNDLE, EOS, MAX_CONTEXT, ScriptedCore, ScriptedStream, ids
 from tests.actors.http_client import CHAT, COMPLETIONS, HI, MODEL, check_error, client, post, says
@@ -162,6 +162,18 @@ async def test_models_health_ready_and_metrics() -> None:
     assert f'vllm:generation_tokens_total{{model_name="{MODEL}"}} 3.0' in page
     assert f'vllm:time_to_first_token_seconds_count{{model_name="{MODEL}"}} 1.0' in page
     assert 'penstock_request_errors_total{code="invalid_parameter",edge="http"} 1.0' in page
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("late"), WorkersDied("killed two"), InvalidLogits("NaN")])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_official_client_does_not_send_again_what_would_fail_again(error: PenstockError, stream: bool) -> None:
+    core = ScriptedCore(lambda scripted: scripted.give([], error=error))
+    async with client(core) as http:
+        transport: Any = http
+        openai = AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=transport)
+        with pytest.raises(InternalServerError):
+            await openai.completions.create(model=MODEL, prompt="hi", stream=stream)
+    assert len(core.streams) == 1
 
 
 async def test_the_official_client_streams_and_sees_typed_errors() -> None:
