@@ -40,8 +40,8 @@ PREFILL_PATIENCE_S = 5.0
 OVERTAKEN_S = 5.0
 """A sequence too long for the blocks that are free is overtaken by shorter ones for so long."""
 OVERTAKEN = 16
-"""Requests too long for the blocks that are free which shorter ones may pass by at once."""
-NEED_DECODE: frozenset[Line] = frozenset({"canary", "direct", "prefill", "late"})
+"""Requests of a line, too long for the blocks that are free, which shorter ones may pass by at once."""
+NEED_DECODE: frozenset[Line] = frozenset({"canary", "direct", "prefill", "large", "late"})
 """Lines whose requests need room at decode."""
 LATE_PATIENCE_S = 30.0
 """A prompt that misses the objective for first tokens lets others pass for so long, then it has its turn."""
@@ -239,7 +239,7 @@ class Placement:
         self._clearing.open()
         closed: set[Line] = set()
         unplaced: list[tuple[Line, int, Request]] = []
-        num_long = 0
+        num_long = Counter[Line]()
         while (turn := self._next(closed)) is not None:
             line, order, request = turn
             if self._headroom.several and line in (*SHARED, "late") and self._must_wait(line, request):
@@ -253,8 +253,8 @@ class Placement:
                 continue
             if choice is None:
                 unplaced.append(turn)
-                num_long += self.router.is_too_long(job.num_tokens)
-                if line != "canary" and not 0 < num_long <= OVERTAKEN:  # each of those waits for another worker
+                num_long[line] += self.router.is_too_long(job.num_tokens)
+                if line != "canary" and not 0 < num_long[line] <= OVERTAKEN:  # each of those waits for another worker
                     closed.add(line)
                 continue
             seat = self.seats[request.id]
@@ -343,6 +343,8 @@ class Placement:
         if request.is_read:
             return "read"
         job = self._job(request, now)
+        if self.router.is_for_some(job.num_tokens):
+            return "large"
         if job.path != "auto":
             return "direct" if job.path == "direct" else "prefill"
         seat = self.seats[request.id]
@@ -350,7 +352,7 @@ class Placement:
         return "direct" if self.router.is_direct(job, seat.cached) else "prefill"
 
     def _must_wait(self, line: Line, request: Request) -> bool:
-        needs_prefill = line in ("prefill", "read") or (line == "late" and self.router.can_prefill)
+        needs_prefill = line in ("prefill", "read") or (line in ("large", "late") and self.router.can_prefill)
         return self._headroom.must_wait(
             request.tenant,
             request.weight,

@@ -175,6 +175,8 @@ class Pool:
         """Of all members that are ready, when they were counted last."""
         self.longest = 0
         """Tokens of the longest sequence that a member holds, or held when there was one; 0: unknown."""
+        self.shortest = NOTHING_IS_TOO_LONG
+        """A sequence of so many tokens is for some members only."""
         self._open: list[Worker] = []
         self._slots: dict[str, int] = {}
         self._turn = 0
@@ -215,6 +217,7 @@ class Pool:
         for worker in usable:
             mine = worker.presence.max_context
             worker.longest = mine if mine < self.longest else NOTHING_IS_TOO_LONG
+        self.shortest = min((worker.longest for worker in usable), default=NOTHING_IS_TOO_LONG)
 
     def spare(self, limit: int) -> int:
         """How many requests all of them would take, or some number above `limit`: no more workers are asked than that takes."""

@@ -132,6 +132,10 @@ class Roster:
         is_too_long = 0 < self.prefill.longest < num_tokens <= self.decode.longest
         return self.decode if is_too_long and self.decode.usable else self._readers
 
+    def is_for_some(self, num_tokens: int) -> bool:
+        """Whether some workers don't hold so many tokens, while others do."""
+        return num_tokens >= min(self.decode.shortest, self.prefill.shortest)
+
     def may_prefill(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens may be computed by a prefill worker for a decode worker."""
         return self.can_prefill and not 0 < self.prefill.longest <= num_tokens

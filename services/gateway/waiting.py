@@ -14,14 +14,15 @@ from common.engine.shares import Shares
 from services.gateway.actions import State
 from services.gateway.requests import Request
 
-Line = Literal["alone", "canary", "direct", "prefill", "read", "late"]
+Line = Literal["alone", "canary", "direct", "prefill", "large", "read", "late"]
 """For a worker that has nothing else to do; for one certain worker; for room at decode; for room at prefill, and at decode
-afterwards; for room at prefill alone; for a worker that has next to no prompts."""
+afterwards; for room at workers that hold more tokens than others; for room at prefill alone; for a worker that has next to no
+prompts."""
 
-_LINES: tuple[Line, ...] = ("alone", "canary", "direct", "prefill", "read", "late")
+_LINES: tuple[Line, ...] = ("alone", "canary", "direct", "prefill", "large", "read", "late")
 _Turn = tuple[float, float, int]
 """Virtual time of the tenant, rank and order of the request."""
-SHARED: tuple[Line, ...] = ("direct", "prefill", "read")
+SHARED: tuple[Line, ...] = ("direct", "prefill", "large", "read")
 """The lines that tenants share."""
 FIRST_GUESS_TOKENS = 64.0
 LEARNT_SHARE = 0.1

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import Presence
-from services.gateway.actions import Ended, Requeue, State
+from common.protocol.messages import Presence, SamplingParams
+from services.gateway.actions import Ended, Limits, Requeue, State
+from services.gateway.dispatch import Dispatcher
+from services.gateway.generation import GenerationRequest
 from services.gateway.handoff import handed_off
-from tests.unit.gateway_request import D1, D2, P1, PROMPT, frame, kinds, make
+from services.gateway.health import Health
+from services.gateway.placement import OVERTAKEN, Placement
+from services.gateway.requests import Request
+from services.gateway.router import Router
+from tests.unit.gateway_request import D1, D2, GATEWAY, P1, PROMPT, frame, kinds, make
 from tests.unit.test_router import job, prompt, router, worker
 
 SMALL = worker("decode", 1, max_context=1000)
@@ -99,3 +105,19 @@ def test_an_answer_that_fills_a_pool_goes_on_where_more_is_held(longest: int, mo
     actions = request.frame(D2, frame(request, 3, [4, 5, 6, 7, 8], finish="length"), 2.0)
     assert Ended in kinds(actions) and request.transcript.finish == "length"
     assert request.tokens == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_any_number_that_waits_for_the_large_worker_holds_up_nobody_else() -> None:
+    placement = Placement(Router(direct_max_tokens=64), Health(trusting=True))
+    dispatcher = Dispatcher(placement=placement, max_queue=100, max_requests=1000, no_workers_grace_s=9.0, now=0.0)
+    dispatcher.refresh([SMALL, worker("decode", 2, max_context=4000, credits=1)], 0.0)
+
+    def submit(name: str, num_tokens: int) -> None:
+        asked = GenerationRequest(id=name, prompt=[5] * num_tokens, sampling=SamplingParams(max_tokens=8), deadline_s=60.0)
+        dispatcher.submit(Request(asked, wire_id=name, gateway=GATEWAY, limits=Limits(), now=0.0, wall_ms=0), 0.0)
+
+    for number in range(2 * OVERTAKEN):
+        submit(f"long-{number}", 2000)
+    submit("short", 10)
+    placed = [(request.id, ask.worker.id) for request, ask in dispatcher.take_asks()]
+    assert placed == [("long-0", "decode-2"), ("short", "decode-1")]
