@@ -92,6 +92,7 @@ class ModelCore:
             affinity_blocks=0 if config.zero_retention else config.affinity_blocks,
             index_blocks=0 if config.zero_retention else config.kv_index_blocks,
             ttft_s=config.slo_ttft_ms / 1000,
+            grace_s=config.no_workers_grace_s,
         )
         self.health = Health(trusting=not config.canary)
         self.placement = Placement(self.router, self.health, windows=host.windows)

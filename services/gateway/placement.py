@@ -126,7 +126,7 @@ class Placement:
 
         They may be dead: they get requests only when no other has room.
         """
-        self.router.refresh(presences)
+        self.router.refresh(presences, now)
         self.router.prefixes.tick(now)
         members = [*self.router.decode.members.values(), *self.router.prefill.members.values()]
         self._doubtful = self.health.doubtful([worker.ref for worker in members], now).union(silent)

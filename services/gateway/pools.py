@@ -174,7 +174,8 @@ class Pool:
         self.places = 0
         """Of all members that are ready, when they were counted last."""
         self.longest = 0
-        """Tokens of the longest sequence that a member holds, or held when there was one; 0: unknown."""
+        """Tokens of the longest sequence that a member holds, or held until lately; 0: unknown."""
+        self._longest_at = 0.0
         self.shortest = NOTHING_IS_TOO_LONG
         """A sequence of so many tokens is for some members only."""
         self._open: list[Worker] = []
@@ -207,13 +208,16 @@ class Pool:
             self._slots[worker_id] = len(self._open)
             self._open.append(worker)
 
-    def count(self) -> None:
-        """Count places, and who holds the longest sequences. Call when workers have said how they are."""
+    def count(self, now: float, grace_s: float) -> None:
+        """Count places, and who holds the longest sequences. Call when workers have said how they are. `grace_s`: what only a
+        member held that has left waits so long for it to return."""
         usable = [worker for worker in self.members.values() if worker.usable]
         self.places = sum(worker.places for worker in usable)
         if usable:
             held = [worker.presence.max_context for worker in usable]
-            self.longest = max(held) if all(held) else 0
+            longest = max(held) if all(held) else 0
+            if not longest or longest >= self.longest or now - self._longest_at > grace_s:
+                self.longest, self._longest_at = longest, now
         for worker in usable:
             mine = worker.presence.max_context
             worker.longest = mine if mine < self.longest else NOTHING_IS_TOO_LONG

@@ -18,9 +18,10 @@ DEFAULT_STEP_S = 0.01
 
 
 class Roster:
-    """`affinity_blocks`, `index_blocks`: see `KnownPrefixes`."""
+    """`affinity_blocks`, `index_blocks`: see `KnownPrefixes`. `grace_s`: see `Pool.count`."""
 
-    def __init__(self, *, affinity_blocks: int, index_blocks: int) -> None:
+    def __init__(self, *, affinity_blocks: int, index_blocks: int, grace_s: float) -> None:
+        self.grace_s = grace_s
         self.prefixes = KnownPrefixes(affinity_blocks, index_blocks)
         self.prefill = Pool()
         self.decode = Pool()
@@ -37,7 +38,7 @@ class Roster:
 
     # -- who is there
 
-    def refresh(self, presences: Iterable[Presence]) -> None:
+    def refresh(self, presences: Iterable[Presence], now: float = 0.0) -> None:
         """What every worker of the model that is alive says now; one that is not among them is gone."""
         alive = {presence.worker: presence for presence in presences if presence.worker.role in ("prefill", "decode")}
         for ref in self._workers.keys() - alive.keys():
@@ -58,7 +59,7 @@ class Roster:
                 worker.observe(presence)
                 self._update(worker)
         for pool in (self.prefill, self.decode):
-            pool.count()
+            pool.count(now, self.grace_s)
         steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
         self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
         self._tokens_per_s = usual_tokens_per_s(self._workers.values())

@@ -53,8 +53,9 @@ class Router(Roster):
         affinity_blocks: int = 65536,
         index_blocks: int = 0,
         ttft_s: float = 0.0,
+        grace_s: float = 10.0,
     ) -> None:
-        super().__init__(affinity_blocks=affinity_blocks, index_blocks=index_blocks)
+        super().__init__(affinity_blocks=affinity_blocks, index_blocks=index_blocks, grace_s=grace_s)
         self.direct_max_tokens = direct_max_tokens
         self.ttft_s = ttft_s
         self._turn = 0

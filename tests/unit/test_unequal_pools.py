@@ -43,12 +43,17 @@ def test_as_much_is_promised_as_a_worker_that_is_alive_holds(
     assert (pool.longest, pool.longest_read) == (longest, longest_read)
 
 
-def test_what_is_promised_stays_while_a_pool_is_empty_and_follows_who_comes() -> None:
+def test_what_is_promised_stays_while_the_largest_may_return_and_follows_who_comes() -> None:
     pool = router(SMALL, LARGE)
-    pool.refresh([])
+    pool.refresh([], 100.0)
     assert pool.longest == 4000
-    pool.refresh([SMALL])
+    pool.refresh([LARGE], 101.0)
+    pool.refresh([SMALL], 101.0 + pool.grace_s)
+    assert pool.longest == 4000 and pool.choose(LONG) is None, "it waits for the large one"
+    pool.refresh([SMALL], 101.1 + pool.grace_s)
     assert pool.longest == 1000
+    pool.refresh([SMALL, LARGE], 111.2)
+    assert pool.longest == 4000
 
 
 def test_a_long_prompt_goes_to_a_worker_that_holds_it_or_waits_for_it() -> None:
@@ -63,7 +68,7 @@ def test_a_long_prompt_goes_to_a_worker_that_holds_it_or_waits_for_it() -> None:
 
 def test_one_that_nobody_holds_any_more_is_refused_by_a_worker_and_does_not_wait() -> None:
     pool = router(SMALL, LARGE)
-    pool.refresh([SMALL])
+    pool.refresh([SMALL], pool.grace_s + 1.0)
     choice = pool.choose(LONG)
     assert choice is not None and choice.decode.id == "decode-1"
 
