@@ -1,9 +1,8 @@
 """Activations as pairs of bytes, for the kernel for few rows of 4-bit integers (`streaming_gluon.py`).
 
-To make bf16 of codes takes eight instructions for eight codes, for which the integer unit has a quarter of the time that
-memory leaves on an H200. Bytes of them take three, and `mma.sync` multiplies twice as many bytes. So activations become
-integers of 16 bits: those of the inputs that share a scale are multiples of one power of two, the unit, and the two bytes of
-one are in two columns of the product,
+On an H200 the limit was the integer unit, not memory: it makes bf16 numbers of eight codes in eight instructions, but bytes in
+three, and `mma.sync` multiplies twice as many bytes at once. So activations become integers of 16 bits. Those of the inputs
+that share a scale are multiples of one power of two, the unit, and the two bytes of each are in two columns of the product:
 
     x = (256 · upper + lower) · unit,   |x / unit| up to 32,639, and at least 16,384 for the largest
 
@@ -13,7 +12,7 @@ a number is less than its code, are multiplied by the sum of a group's activatio
 every result of the row.
 
     A   16 weight rows × 32 inputs: rows g and g + 8 of thread 4 g + c
-    B   32 inputs × 8 columns, two of each of up to four activation rows; of fewer, they are there again
+    B   32 inputs × 8 columns, two for each of up to four activation rows; fewer rows are repeated
     D   weight rows g and g + 8 times both bytes of activation row c
 
 Each program makes bytes of the activations that its warps multiply, and keeps them in shared memory. Gluon's tensors there have
