@@ -13,7 +13,6 @@ when the session is told to end (SIGTERM), so that what was measured is not lost
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import signal
 import subprocess
@@ -21,7 +20,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,12 +38,11 @@ TAIL_LINES = 60
 
 @dataclass(slots=True, frozen=True)
 class Part:
-    """`command`: after the interpreter. `limit_s`: it is ended then. `environment`: besides what is there."""
+    """`command`: after the interpreter. `limit_s`: it is ended then."""
 
     about: str
     command: list[str]
     limit_s: float
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -180,9 +178,8 @@ def run_part(name: str, part: Part, out: Path, limit_s: float) -> Done:
 
         arguments = [word.replace(HALF, f"{limit_s / 2 - 5:.0f}") for word in part.command]
         log.write(f"$ python {shlex.join(arguments)}\n".encode())
-        environment = os.environ | part.environment
         command = [sys.executable, *arguments]
-        error = run_child(command, take, environment=environment, limit_s=limit_s, stderr=subprocess.STDOUT)
+        error = run_child(command, take, limit_s=limit_s, stderr=subprocess.STDOUT)
     return Done(name, error or "well", time.monotonic() - begun)
 
 

@@ -1,8 +1,8 @@
 """All tests marked gpu, side by side on one GPU: `python -m bench.engine.gpu_tests --at-once 10 --limit-s 280`.
 
-One after the other they take longer than a borrowed machine may have: mostly their kernels are compiled meanwhile, on a core
-each. Each file is a process of pytest, or several where it has many tests, those with most tests first. Prints how each ended
-and the lines of tests that failed; ends with 1 if any did, or if a process had to be ended. Timings of tests mean nothing here.
+Most of their time is spent compiling kernels, on one core each. So each file is a process of pytest of its own, or several
+where it has many tests; those with most tests begin. Prints how each process ended and names the tests that failed. Ends with
+1 if any failed, or if a process was stopped or not begun at the time limit.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m bench.engine.steps_in_turns --models dummy:llama-3.1-8b-awq,dummy:llama-3.1-8b:bf16 --rows 1,2,4,8
 
-For ratios of milliseconds, such as that of a format to another, which two processes on two cards would not show. A model's
-precision may follow its name (those of `bench/engine/opening.py`). A turn is one run of each model: `--steps` steps of so many
+One process and one card, so that step times of two formats, say, can be divided. A model's precision may follow its name (those
+of `bench/engine/opening.py`). A turn is one run of each model: `--steps` steps of so many
 rows behind prompts of `--context` tokens, of which the median time between results counts. Prints the median of turns, the
 fastest and the slowest, and how many times as fast the first model is as each.
 """

@@ -28,7 +28,7 @@ def test_linears_of_8b_have_candidates_that_is_fastest(op: Op, n: int, k: int) -
 
 
 @pytest.mark.parametrize(("rows", "in_bytes"), [(1, {False, True}), (4, {False, True}), (8, {False})])
-def test_few_rows_meet_integers_in_bytes(rows: int, in_bytes: set[bool]) -> None:
+def test_few_rows_multiply_integers_as_bytes(rows: int, in_bytes: set[bool]) -> None:
     found = streaming_candidates(shape("gated", 28672, 4096), rows, SMS)
     assert {one.in_bytes for one in found} == in_bytes
     floats = streaming_candidates(shape("gated", 28672, 4096)._replace(integers=False), rows, SMS)

@@ -62,9 +62,8 @@ def streaming_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidat
 def _takes_bytes(shape: Shape, rows: int, candidate: Candidate) -> bool:
     if not shape.integers or rows > MOST_BYTE_ROWS:
         return False
-    return (
-        _byte_memory(rows, _steps_each(shape.k // (2 * shape.group), candidate) * candidate.parts, shape.group) <= _SHARED_BYTES
-    )
+    held = _steps_each(shape.k // (2 * shape.group), candidate) * candidate.parts
+    return _byte_memory(rows, held, shape.group) <= _SHARED_BYTES
 
 
 def _steps_each(steps: int, candidate: Candidate) -> int:

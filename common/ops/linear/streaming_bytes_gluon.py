@@ -1,8 +1,8 @@
-"""Activations as pairs of bytes, for the kernel for few rows of 4-bit integers (`streaming_gluon.py`).
+"""INT4 weights on INT8 tensor cores, for the kernel for few rows (`streaming_gluon.py`): each activation is two bytes.
 
-On an H200 the limit was the integer unit, not memory: it makes bf16 numbers of eight codes in eight instructions, but bytes in
-three, and `mma.sync` multiplies twice as many bytes at once. So activations become integers of 16 bits. Those of the inputs
-that share a scale are multiples of one power of two, the unit, and the two bytes of each are in two columns of the product:
+On an H200 the limit was arithmetic, not memory: unpacking eight codes to bf16 takes eight instructions, to bytes three, and
+`mma.sync` multiplies twice as many bytes at once. So activations become 16-bit integers. Those that share a weight's scale are
+multiples of one power of two, the unit, and the two bytes of each are in two columns of the product:
 
     x = (256 · upper + lower) · unit,   |x / unit| up to 32,639, and at least 16,384 for the largest
 

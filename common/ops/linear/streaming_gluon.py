@@ -7,7 +7,7 @@ turn comes (programmatic dependent launch): they ask for weights only.
 
 A thread's values are one element of each tensor here; `mma.sync` is an instruction of all threads of a warp on them.
 
-Up to four activation rows meet integers as bytes: `streaming_bytes_gluon.py` says how, and why. The rest is bf16:
+Up to four activation rows may multiply INT4 weights as bytes instead (`streaming_bytes_gluon.py`). In bf16:
 
     A   16 weight rows × 16 inputs: rows g and g + 8 of thread 4 g + c
     B   16 inputs × 8 activation rows; of fewer, the last is there again
