@@ -45,14 +45,15 @@ MAX_SAMPLING_NUMBER = 1000.0
 class Sequence:
     """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent).
     `blocks`: the block table of the first cache group; `more_blocks`: those of the other groups; `reserved`: blocks of each
-    group that were promised to it (see `SequenceCache`). `ends_at`: the request's deadline in seconds of the worker's clock.
-    `matcher`: the state of the request's grammar, once that is compiled. `num_reported`: outputs of a sequence that is read
-    which its gateway has, or is being sent. `is_broken`: logits of it were not finite: it has no next token. `verifying`: what
-    the oldest step in flight that samples it verifies; `UNKNOWN`s where the device chooses that. `num_open`: steps in flight
-    that may give several tokens. `shift`: tokens beyond the first that the step before the oldest in flight gave: positions of
-    that step's row are as many higher than planned. `newest`: the row that was planned last, in step `planned_step`.
-    `timeline`: what has happened to it here, since it was admitted. `serial`: its number among all of this process. `arrival`,
-    `admitted_step`: its number among those admitted, and the step before which it was. `board`: see `StepRow`.
+    group that were promised to it (see `SequenceCache`). `ends_at`: the request's deadline in seconds of the worker's clock;
+    `due_at`: when its first token is due; 0: at no time. `matcher`: the state of the request's grammar, once that is compiled.
+    `num_reported`: outputs of a sequence that is read which its gateway has, or is being sent. `is_broken`: logits of it were
+    not finite: it has no next token. `verifying`: what the oldest step in flight that samples it verifies; `UNKNOWN`s where
+    the device chooses that. `num_open`: steps in flight that may give several tokens. `shift`: tokens beyond the first that
+    the step before the oldest in flight gave: positions of that step's row are as many higher than planned. `newest`: the row
+    that was planned last, in step `planned_step`. `timeline`: what has happened to it here, since it was admitted. `serial`:
+    its number among all of this process. `arrival`, `admitted_step`: its number among those admitted, and the step before
+    which it was. `board`: see `StepRow`.
     """
 
     generation: Generation
@@ -75,6 +76,7 @@ class Sequence:
     arrival: int = 0
     admitted_step: int = 0
     ends_at: float = math.inf
+    due_at: float = 0.0
     matcher: Matcher | None = None
     given: list[int] = field(default_factory=list)
     num_reported: int = 0

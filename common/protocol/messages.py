@@ -81,7 +81,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `tokens` (packed uint32) are the prompt and whatever earlier attempts generated; the first `prompt_tokens` of them are the
     client's. `attempt` counts up with each retry and fences frames of the attempts before. `remaining_ms` is the time that the
     request had left when this was sent: a holder frees it once so much has passed on a clock of its own, whatever the time of
-    day is there. `deadline_ms`, milliseconds since 1970, is for readers that don't know `remaining_ms`. `salt` separates
+    day is there. `deadline_ms`, milliseconds since 1970, is for readers that don't know `remaining_ms`. `first_token_ms`: how
+    soon the first token is due by the gateway's objective; 0: none is, or it is late already. `salt` separates
     tenants' prefix caches. `alone`: workers have died with this request: run it while you hold nothing else, and take nothing
     else until it has given a token. `window`: units of frames (`frame_units`) that may be on their way to the gateway
     unacknowledged; 0: any number. `tenant`: who asked, empty for nobody in particular; tenants share a worker by `weight`, and
@@ -101,6 +102,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deadline_ms: int
     salt: bytes = b""
     remaining_ms: int = 0
+    first_token_ms: int = 0
     alone: bool = False
     window: int = 0
     given: bytes = b""

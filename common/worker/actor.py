@@ -224,6 +224,7 @@ class EngineWorker(Actor):
             sequence = Sequence.of(generation, vocab_size=vocab_size, max_context=max_context, prefix=prefix)
             self._check_company(generation)
             sequence.ends_at = self.clock() + remaining_s(generation)
+            sequence.due_at = self.clock() + generation.first_token_ms / 1000 if generation.first_token_ms else 0.0
             if known is not None:
                 self.drop(request)
             take(sequence)

@@ -23,5 +23,6 @@ Wanted = Callable[[Sequence], tuple[int, float]]
 """`wanted(sequence)`: how many tokens the engine's head drafts behind the sequence's row of this step, and the chance below
 which it stops (`StepRow.least_chance`); -1 tokens where it need not even note hidden states."""
 
-PromptLimit = Callable[[int, int], int]
-"""`prompt_limit(rows, budget)`: how many tokens of prompts a step computes beside so many decoding rows, `budget` at most."""
+PromptLimit = Callable[[int, int, float], int]
+"""`prompt_limit(rows, budget, needed_per_s)`: how many prompt tokens a step computes beside so many decoding rows, `budget` at
+most. `needed_per_s`: the rate that brings first tokens in time (`services/decode/prompt_budget.py`)."""

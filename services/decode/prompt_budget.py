@@ -19,6 +19,9 @@ rows alone, whose time is subtracted. Otherwise a worker that has computed short
 prompt, and never show how fast it is. Before the first part beside rows, the prediction is for the part that fills the
 objective, by what a token costs in steps of prompts alone.
 
+Parts fill the objective only where first tokens need it. A task says when its first token is due, and prompts that have time
+are computed in shorter steps, which leave the rows nearer to their own pace: half of the objective at least.
+
 Where the rows alone come near the objective, a part may still make the step a quarter longer, and where they miss it, twice as
 long: prompts go on, instead of waiting for an objective that cannot be met.
 """
@@ -26,7 +29,9 @@ long: prompts go on, instead of waiting for an objective that cannot be met.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
+from common.engine.sequence import Sequence
 from common.engine.speeds import TokenRate
 from common.protocol.capacity import WINDOW_MS, Capacity
 
@@ -37,6 +42,14 @@ IDLE_TOKENS = 2048
 """A step without decoding rows computes up to so many tokens all the same: rows that arrive meanwhile wait for it."""
 _MARGIN = 0.9
 """The share of the objective that a step is planned to take: measured times scatter."""
+_LEAST_MARGIN = 0.5
+"""The share of the objective that a step with a part is planned to take at least, however much time its prompt has. Shorter
+parts would cost more by the token."""
+_HASTE = 1.25
+"""Prompts are computed at least so many times as fast as their first tokens need: measured times scatter."""
+_BUSY_HORIZON_S = 4.0
+_MOST_BUSY = 0.9
+"""Of a worker's time, the share that counts at most as spent on prompts."""
 _NEAR = 0.8
 """Of the objective, up to which rows alone leave it within reach."""
 _HORIZON_TOKENS = 4096
@@ -69,6 +82,8 @@ class PromptBudget:
         """Of what parts add to steps of rows."""
         self._alone = TokenRate(_HORIZON_TOKENS)
         """Of steps that compute prompts and no rows."""
+        self._busy = 0.0
+        """The share of the latest steps' time that was of steps with parts."""
         self._planned = 0
         """Tokens of the part that was planned last beside rows."""
 
@@ -79,6 +94,7 @@ class PromptBudget:
 
     def observe(self, *, rows: int, prompt_tokens: int, seconds: float) -> None:
         """A step of so many decoding rows and tokens of prompts took so long."""
+        self._busy += min(1.0, seconds / _BUSY_HORIZON_S) * ((prompt_tokens > 0) - self._busy)
         if prompt_tokens and rows:
             is_predicted = self._usual_tokens and self.token_s
             max_s = _MAX_TIMES_PREDICTED * self._predicted_s(prompt_tokens) if is_predicted else math.inf
@@ -94,20 +110,21 @@ class PromptBudget:
         else:
             self.step_s += (_STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)
 
-    def limit(self, rows: int, budget: int) -> int:
-        """Return how many prompt tokens a step with so many decoding rows may compute, `budget` at most."""
+    def limit(self, rows: int, budget: int, needed_per_s: float = math.inf) -> int:
+        """Return how many prompt tokens a step with so many decoding rows may compute, `budget` at most. needed_per_s: see
+        `needed_per_s`."""
         if not self.objective_s:
             return budget
         if not rows:
             return min(budget, IDLE_TOKENS)
-        self._planned = self._part(rows)
+        self._planned = self._part(rows, needed_per_s)
         return min(budget, self._planned)
 
-    def _part(self, rows: int) -> int:
+    def _part(self, rows: int, needed_per_s: float = math.inf) -> int:
         if not self._usual_tokens or not self.token_s:
             return GRAIN_TOKENS
         limit_s = max(self.objective_s, self._growth * self.step_s)
-        tokens = self._tokens_within(self._target_s)
+        tokens = self._tokens_within(self._hurried_s(needed_per_s))
         if tokens + rows < 2 * GRAIN_TOKENS:
             return max(LEAST_TOKENS, tokens)
         excess = (tokens + rows) % GRAIN_TOKENS
@@ -134,8 +151,18 @@ class PromptBudget:
 
     @property
     def _target_s(self) -> float:
-        """What a step of rows with a part is planned to take."""
+        """What a step of rows with a part is planned to take at most."""
         return max(_MARGIN * self.objective_s, self._growth * self.step_s)
+
+    def _hurried_s(self, needed_per_s: float) -> float:
+        """Return what a step of rows with a part is planned to take, if so many prompt tokens a second are needed. More are
+        computed the more of its time the worker spends on prompts, since the next one is then likely to come soon."""
+        share = _HASTE / (1.0 - min(self._busy, _MOST_BUSY) ** 2) * needed_per_s * self.token_s
+        if share >= 1.0:
+            return self._target_s
+        fixed_s = self.step_s + self._usual_s - self._usual_tokens * self.token_s
+        least_s = max(_LEAST_MARGIN * self.objective_s, self._growth * self.step_s)
+        return min(self._target_s, max(least_s, fixed_s / (1.0 - share)))
 
     @property
     def _growth(self) -> float:
@@ -158,3 +185,17 @@ class PromptBudget:
             return 0.0
         part = min(budget, self._expected_part(rows) if self.objective_s else budget)
         return part / max(self._predicted_s(part), _FURTHER * part * self.token_s)
+
+
+def needed_per_s(prompts: Iterable[Sequence], now: float) -> float:
+    """Return how many prompt tokens a second bring each prompt's first token when it is due, if prompts are computed in this
+    order. Infinite, which is as many as possible: one has no such time, or it has passed, or a preempted one is computed again.
+    """
+    tokens, needed = 0, 0.0
+    for sequence in prompts:
+        tokens += sequence.num_unplanned
+        left_s = sequence.due_at - now
+        if left_s <= 0 or sequence.num_outputs:
+            return math.inf
+        needed = max(needed, tokens / left_s)
+    return needed

@@ -26,6 +26,7 @@ from common.engine.prompt_parts import PromptParts
 from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
+from services.decode import prompt_budget
 from services.decode.hooks import BeginStep, Foresee, PromptLimit, Propose, RoomFor, Wanted
 
 
@@ -73,7 +74,7 @@ class DecodeScheduler:
         begin_step: BeginStep = lambda decoding: None,
         wanted: Wanted = lambda sequence: (-1, 0.0),
         finishing: Callable[[Sequence], None] = lambda sequence: None,
-        prompt_limit: PromptLimit = lambda rows, budget: budget,
+        prompt_limit: PromptLimit = lambda rows, budget, needed_per_s: budget,
         resumed: Callable[[Sequence], None] = lambda sequence: None,
         watermark: int = 1,
     ) -> None:
@@ -207,7 +208,8 @@ class DecodeScheduler:
             num_samples += row.num_samples
             budget -= row.num_samples - 1
         prompts = [sequence for sequence in prompts if sequence in self._running]
-        budget = self.prompt_limit(len(rows), budget)
+        needed_per_s = prompt_budget.needed_per_s(sorted(prompts, key=self._remaining), now)
+        budget = self.prompt_limit(len(rows), budget, needed_per_s)
         for sequence, row in self._parts.plan(prompts, self._remaining, budget=budget, num_samples=num_samples, ahead=ahead):
             self._ask(sequence, row)
             rows.append(row)

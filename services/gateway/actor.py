@@ -316,6 +316,7 @@ class GatewayActor(Actor):
             wall_ms=int(time.time() * 1000),
             path=path,
             only=only,
+            first_token_s=core.router.ttft_s,
         )
         stream = Stream(taken, functools.partial(self._cancel, core))
         if not len(core.router.decode):

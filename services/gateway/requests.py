@@ -69,6 +69,7 @@ class Request:
         wall_ms: int,
         path: Path = "auto",
         only: WorkerRef | None = None,
+        first_token_s: float = 0.0,
     ) -> None:
         self.id, self.client_id, self.shown_id = wire_id, request.id, request.shown_id or request.id
         self.prompt_tokens, self.packed_prompt = len(request.prompt), token_bytes.pack(request.prompt)
@@ -85,6 +86,7 @@ class Request:
         self.only = only
         self.alone = self.is_unsettled = self.stuck = self.is_too_long = False
         self.arrived_at = self.since = now
+        self.due_at = now + first_token_s if first_token_s and not request.background else 0.0
         self.deadline = now + request.deadline_s
         self.deadline_ms = wall_ms + int(request.deadline_s * 1000)
         self.wake: Callable[[], None] = lambda: None
@@ -129,6 +131,7 @@ class Request:
             sampling=self.sampling,
             deadline_ms=self.deadline_ms,
             remaining_ms=max(1, int((self.deadline - now) * 1000)),
+            first_token_ms=0 if self.tokens else max(0, int((self.due_at - now) * 1000)),
             salt=self.salt,
             alone=alone,
             window=window,

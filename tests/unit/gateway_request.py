@@ -16,10 +16,20 @@ D1, D2 = (WorkerRef("decode", f"decode-{n}", 1) for n in (1, 2))
 PROMPT = [11, 12, 13]
 
 
-def make(*, deadline_s: float = 60.0, max_tokens: int = 8, logprobs: int = -1, stop: Iterable[int] = (), **limits) -> Request:
+def make(
+    *,
+    deadline_s: float = 60.0,
+    max_tokens: int = 8,
+    logprobs: int = -1,
+    stop: Iterable[int] = (),
+    background: bool = False,
+    first_token_s: float = 0.0,
+    **limits,
+) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, stop_token_ids=list(stop))
-    request = GenerationRequest(id="r", prompt=PROMPT, sampling=sampling, deadline_s=deadline_s)
-    return Request(request, wire_id="r/1", gateway=GATEWAY, limits=Limits(**limits), now=0.0, wall_ms=1000)
+    request = GenerationRequest(id="r", prompt=PROMPT, sampling=sampling, deadline_s=deadline_s, background=background)
+    given = {"wire_id": "r/1", "gateway": GATEWAY, "limits": Limits(**limits), "now": 0.0, "wall_ms": 1000}
+    return Request(request, **given, first_token_s=first_token_s)
 
 
 def frame(request: Request, start: int, tokens: Iterable[int], **more) -> TokenFrame:

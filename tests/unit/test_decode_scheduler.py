@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -171,7 +172,7 @@ def test_an_objective_parts_prompts_by_what_decodes_beside_them() -> None:
     scheduler = scheduler_on(bench, token_budget=16)
     asked: list[tuple[int, int]] = []
 
-    def limit(rows: int, budget: int) -> int:
+    def limit(rows: int, budget: int, needed_per_s: float) -> int:
         asked.append((rows, budget))
         return 5 if rows else budget
 
@@ -192,6 +193,29 @@ def test_an_objective_parts_prompts_by_what_decodes_beside_them() -> None:
     assert_right(bench, first)
     assert_right(bench, row)
     assert bench.all_given_back()
+
+
+def test_how_fast_prompts_are_needed_counts_those_that_are_computed_first() -> None:
+    bench = Bench(num_blocks=200)
+    scheduler = scheduler_on(bench, token_budget=16)
+    needed: list[float] = []
+
+    def limit(rows: int, budget: int, needed_per_s: float) -> int:
+        needed.append(needed_per_s)
+        return budget
+
+    scheduler.prompt_limit = limit
+    long, short = sequence("long", list(range(3, 43)), max_tokens=3), sequence("short", list(range(103, 123)), max_tokens=3)
+    long.due_at, short.due_at = 10.0, 4.0
+    scheduler.admit(long)
+    scheduler.admit(short)
+    plan = scheduler.plan(2.0)
+    assert plan is not None
+    assert needed == [10.0], "20 tokens in 2 s, or 60 in 8 s"
+    scheduler.commit(plan, bench.runner.execute(plan), 2.0)
+    short.due_at = 2.0
+    scheduler.plan(2.5)
+    assert needed[-1] == math.inf, "it is late"
 
 
 def test_rows_with_a_token_in_flight_are_no_prompts_in_what_is_said_of_the_backlog() -> None:

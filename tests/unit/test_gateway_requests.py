@@ -48,6 +48,17 @@ def test_the_direct_path_needs_no_prefill_worker() -> None:
     assert (request.state, request.tokens) == (State.DECODING, [100, 101])
 
 
+def test_workers_are_told_how_soon_the_first_token_is_due() -> None:
+    assert next_task(make(), None, D1).generation.first_token_ms == 0, "there is no objective"
+    request = make(first_token_s=2.5)
+    assert next_task(request, None, D1).generation.first_token_ms == 1500, "it waited for a second"
+    request.frame(D1, frame(request, 0, [100]), 1.1)
+    request.worker_lost(D1, 1.2)
+    assert next_task(request, None, D2).generation.first_token_ms == 0, "it has come"
+    assert next_task(make(first_token_s=0.5), None, D1).generation.first_token_ms == 0, "it is late"
+    assert next_task(make(first_token_s=2.5, background=True), None, D1).generation.first_token_ms == 0
+
+
 def test_frames_that_overtake_the_answer_to_the_task_count() -> None:
     request = make()
     request.place(P1, D1, 0.0)

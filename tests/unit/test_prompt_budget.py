@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +13,8 @@ from common.engine.plan import StepPlan, StepRow
 from common.engine.speeds import Speeds, TokenRate
 from common.protocol.capacity import Capacity
 from common.protocol.messages import SamplingParams
-from services.decode.prompt_budget import GRAIN_TOKENS, IDLE_TOKENS, LEAST_TOKENS, PromptBudget
+from services.decode.prompt_budget import GRAIN_TOKENS, IDLE_TOKENS, LEAST_TOKENS, PromptBudget, needed_per_s
+from tests.unit.scheduling import sequence
 
 
 class Engine:
@@ -71,6 +75,62 @@ def test_without_an_objective_or_rows_nothing_is_limited_but_what_would_hold_up_
     bound = Engine(0.006, 25e-6)
     assert bound.budget.limit(0, 8192) == IDLE_TOKENS
     assert bound.budget.limit(8, 8192) == GRAIN_TOKENS, "nothing is known yet"
+
+
+def step_ms(engine: Engine, needed_per_s: float, *, between: int = 8) -> float:
+    """Of a step with a part, after many that had so many steps of rows alone between them."""
+    ms = 0.0
+    for _ in range(60):
+        for _ in range(between):
+            engine.step(8, 0)
+        ms = 1000 * engine.step(8, engine.budget.limit(8, 8192, needed_per_s))
+    return ms
+
+
+def test_a_prompt_that_has_time_leaves_rows_nearer_to_their_own_pace() -> None:
+    engine = Engine(0.006, 25e-6)  # with a part of 504 tokens 18.6 ms, and 27,000 tokens a second
+    engine.settle()
+    assert step_ms(engine, 1000.0) == pytest.approx(10.0, abs=0.5), "half the objective at least"
+    assert 11.0 < step_ms(engine, 16_000.0) < 16.0
+    assert step_ms(engine, 40_000.0) == step_ms(engine, math.inf) == pytest.approx(18.6, abs=0.1)
+    engine.base_s = 0.012
+    engine.settle()
+    assert step_ms(engine, 1000.0) == pytest.approx(15.0, abs=0.5), "a quarter longer than rows alone at least"
+
+
+def test_a_worker_that_does_little_else_computes_prompts_faster_than_they_are_needed() -> None:
+    engine = Engine(0.006, 25e-6)
+    engine.settle()
+    seldom = step_ms(engine, 12_000.0)
+    often = [step_ms(engine, 12_000.0, between=0) for _ in range(10)][-1]
+    assert seldom < 13.0 < often
+
+
+@given(st.floats(0.002, 0.015), st.floats(5e-6, 5e-5), st.floats(0.0, 0.004), st.floats(1e3, 1e5))
+def test_prompts_are_computed_as_fast_as_they_are_needed(
+    base_s: float, token_s: float, any_s: float, needed_per_s: float
+) -> None:
+    engine = Engine(base_s, token_s, any_s=any_s)
+    engine.settle()
+    for _ in range(60):
+        engine.step(8, engine.budget.limit(8, 1 << 20, needed_per_s))
+    part, full = engine.budget.limit(8, 1 << 20, needed_per_s), engine.budget.limit(8, 1 << 20)
+    assert part <= full
+    assert part >= full - GRAIN_TOKENS or part / engine.step(8, part) >= needed_per_s
+
+
+def test_without_a_time_for_first_tokens_parts_fill_the_objective() -> None:
+    prompts = [sequence(f"r{n}", list(range(1, 30))) for n in range(3)]
+    assert needed_per_s([], 5.0) == 0.0
+    assert needed_per_s(prompts[:1], 5.0) == math.inf
+    for prompt in prompts:
+        prompt.due_at = 6.0
+    assert needed_per_s(prompts, 5.0) == pytest.approx(3 * 29)
+    prompts[1].due_at = 5.5
+    assert needed_per_s(prompts, 5.0) == pytest.approx(2 * 29 / 0.5)
+    prompts[2].tokens.append(7)
+    prompts[2].generation = msgspec.structs.replace(prompts[2].generation, prompt_tokens=29)
+    assert needed_per_s(prompts, 5.0) == math.inf, "it is computed again, and its stream waits"
 
 
 def test_rows_that_come_make_parts_smaller_although_no_step_without_a_prompt_has_shown_their_cost() -> None:
