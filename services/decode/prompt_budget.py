@@ -29,7 +29,7 @@ long: prompts go on, instead of waiting for an objective that cannot be met.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 
 from common.engine.sequence import Sequence
 from common.engine.speeds import TokenRate
@@ -48,8 +48,9 @@ parts would cost more by the token."""
 _HASTE = 1.25
 """Prompts are computed at least so many times as fast as their first tokens need: measured times scatter."""
 _BUSY_HORIZON_S = 4.0
+"""Of the moving average of the share of time that goes into steps with prompts."""
 _MOST_BUSY = 0.9
-"""Of a worker's time, the share that counts at most as spent on prompts."""
+"""That share, as far as it counts."""
 _NEAR = 0.8
 """Of the objective, up to which rows alone leave it within reach."""
 _HORIZON_TOKENS = 4096
@@ -83,7 +84,7 @@ class PromptBudget:
         self._alone = TokenRate(_HORIZON_TOKENS)
         """Of steps that compute prompts and no rows."""
         self._busy = 0.0
-        """The share of the latest steps' time that was of steps with parts."""
+        """The share of the latest steps' time that went into steps with prompts."""
         self._planned = 0
         """Tokens of the part that was planned last beside rows."""
 
@@ -187,15 +188,16 @@ class PromptBudget:
         return part / max(self._predicted_s(part), _FURTHER * part * self.token_s)
 
 
-def needed_per_s(prompts: Iterable[Sequence], now: float) -> float:
-    """Return how many prompt tokens a second bring each prompt's first token when it is due, if prompts are computed in this
-    order. Infinite, which is as many as possible: one has no such time, or it has passed, or a preempted one is computed again.
+def needed_per_s(prompts: Collection[Sequence], now: float, remaining: Callable[[Sequence], float]) -> float:
+    """Return how many prompt tokens a second bring each prompt's first token when it is due. Infinite, which is as many as
+    possible: one of them is due at no time, or late, or a preempted one that is computed again.
+
+    remaining: prompts with the least are computed first.
     """
+    if any(sequence.due_at <= now or sequence.num_outputs for sequence in prompts):
+        return math.inf
     tokens, needed = 0, 0.0
-    for sequence in prompts:
+    for sequence in sorted(prompts, key=remaining):
         tokens += sequence.num_unplanned
-        left_s = sequence.due_at - now
-        if left_s <= 0 or sequence.num_outputs:
-            return math.inf
-        needed = max(needed, tokens / left_s)
+        needed = max(needed, tokens / (sequence.due_at - now))
     return needed

@@ -26,8 +26,8 @@ from common.engine.prompt_parts import PromptParts
 from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
-from services.decode import prompt_budget
 from services.decode.hooks import BeginStep, Foresee, PromptLimit, Propose, RoomFor, Wanted
+from services.decode.prompt_budget import needed_per_s
 
 
 @dataclass(slots=True)
@@ -208,8 +208,8 @@ class DecodeScheduler:
             num_samples += row.num_samples
             budget -= row.num_samples - 1
         prompts = [sequence for sequence in prompts if sequence in self._running]
-        needed_per_s = prompt_budget.needed_per_s(sorted(prompts, key=self._remaining), now)
-        budget = self.prompt_limit(len(rows), budget, needed_per_s)
+        if prompts:
+            budget = self.prompt_limit(len(rows), budget, needed_per_s(prompts, now, self._remaining))
         for sequence, row in self._parts.plan(prompts, self._remaining, budget=budget, num_samples=num_samples, ahead=ahead):
             self._ask(sequence, row)
             rows.append(row)

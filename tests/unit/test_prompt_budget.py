@@ -119,18 +119,22 @@ def test_prompts_are_computed_as_fast_as_they_are_needed(
     assert part >= full - GRAIN_TOKENS or part / engine.step(8, part) >= needed_per_s
 
 
-def test_without_a_time_for_first_tokens_parts_fill_the_objective() -> None:
-    prompts = [sequence(f"r{n}", list(range(1, 30))) for n in range(3)]
-    assert needed_per_s([], 5.0) == 0.0
-    assert needed_per_s(prompts[:1], 5.0) == math.inf
+def test_how_fast_prompts_are_needed() -> None:
+    prompts = [sequence(f"r{n}", list(range(1, 30 + n))) for n in range(3)]
+
+    def needed(now: float = 5.0) -> float:
+        return needed_per_s(prompts[::-1], now, lambda prompt: prompt.num_unplanned)
+
+    assert needed() == math.inf, "they are due at no time"
     for prompt in prompts:
         prompt.due_at = 6.0
-    assert needed_per_s(prompts, 5.0) == pytest.approx(3 * 29)
+    assert needed() == pytest.approx(29 + 30 + 31)
     prompts[1].due_at = 5.5
-    assert needed_per_s(prompts, 5.0) == pytest.approx(2 * 29 / 0.5)
+    assert needed() == pytest.approx((29 + 30) / 0.5)
+    assert needed(5.5) == math.inf, "one is late"
     prompts[2].tokens.append(7)
-    prompts[2].generation = msgspec.structs.replace(prompts[2].generation, prompt_tokens=29)
-    assert needed_per_s(prompts, 5.0) == math.inf, "it is computed again, and its stream waits"
+    prompts[2].generation = msgspec.structs.replace(prompts[2].generation, prompt_tokens=31)
+    assert needed() == math.inf, "one is computed again, and its stream waits"
 
 
 def test_rows_that_come_make_parts_smaller_although_no_step_without_a_prompt_has_shown_their_cost() -> None:
