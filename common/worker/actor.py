@@ -59,6 +59,7 @@ from common.worker.metrics import EngineMetrics
 from common.worker.outflow import FRAME_ENTRIES, Outflow
 from common.worker.prefixes import Prefixes
 from common.worker.remote_kv import RemoteKv
+from common.worker.request_times import set_times
 from common.worker.scheduler import Scheduler
 from common.worker.stepping import EngineThreads, StepLoop
 from common.worker.store_client import StoreClient
@@ -223,8 +224,7 @@ class EngineWorker(Actor):
             vocab_size, max_context = self.engine.runner.vocab_size, self.engine.runner.max_context
             sequence = Sequence.of(generation, vocab_size=vocab_size, max_context=max_context, prefix=prefix)
             self._check_company(generation)
-            sequence.ends_at = self.clock() + remaining_s(generation)
-            sequence.due_at = self.clock() + generation.first_token_ms / 1000 if generation.first_token_ms else 0.0
+            set_times(sequence, self.clock())
             if known is not None:
                 self.drop(request)
             take(sequence)
@@ -394,8 +394,3 @@ class EngineWorker(Actor):
             endpoints=self.remote.endpoints,
             traffic=self.kv.traffic(),
         )
-
-
-def remaining_s(generation: Generation) -> float:
-    """Return how long a request may still take, by the time of day only if its sender does not know `remaining_ms`."""
-    return (generation.remaining_ms or generation.deadline_ms - time.time() * 1000) / 1000

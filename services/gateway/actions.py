@@ -30,7 +30,7 @@ HELD = (State.PREFILLING, State.HANDING_OFF, State.DECODING)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are seconds."""
+    """Times are seconds. `first_token_s`: the objective for first tokens; 0: none."""
 
     stall_s: float = 1.0
     max_fetches: int = 3
@@ -41,6 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     handoff_timeout_s: float = 10.0
     slow_reader_timeout_s: float = 30.0
     refetch_s: float = 0.1
+    first_token_s: float = 0.0
 
 
 class Ask(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.http_cors import with_cors
-from services.gateway.actions import Ask, Limits, Path
+from services.gateway.actions import Ask, Path
 from services.gateway.batches.service import Batches
 from services.gateway.census import WatchedModel
 from services.gateway.config import GatewayConfig
@@ -96,15 +96,6 @@ class GatewayActor(Actor):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(bus=bus, config=config, clock=clock)
-        self.limits = Limits(
-            stall_s=config.stall_s,
-            max_fetches=config.max_fetches,
-            max_attempts=config.max_attempts,
-            max_losses=config.max_losses,
-            placing_timeout_s=2 * config.task_timeout_s + 1,
-            prefill_timeout_s=config.prefill_timeout_s,
-            slow_reader_timeout_s=config.slow_reader_timeout_s,
-        )
         self.windows, self.telemetry = Windows(), Telemetry(self.metrics)
         names = names_of_workers(models := models or [Served(config)])
         self.cores = [ModelCore(self, served, own, clock) for served, own in zip(models, names, strict=True)]
@@ -311,12 +302,11 @@ class GatewayActor(Actor):
             request,
             wire_id=f"{request.id}/{self.ref.epoch:x}/{next(self._numbers)}",
             gateway=self.ref,
-            limits=self.limits,
+            limits=core.limits,
             now=now,
             wall_ms=int(time.time() * 1000),
             path=path,
             only=only,
-            first_token_s=core.router.ttft_s,
         )
         stream = Stream(taken, functools.partial(self._cancel, core))
         if not len(core.router.decode):

@@ -20,7 +20,7 @@ from common.runtime.peers import SUSPECT_AFTER_HEARTBEATS
 from common.runtime.registry import Registry
 from common.runtime.tracing import Tracing
 from common.text.bundle import TextBundle
-from services.gateway.actions import Path
+from services.gateway.actions import Limits, Path
 from services.gateway.canary import Canary
 from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.config import GatewayConfig
@@ -83,6 +83,16 @@ class ModelCore:
     def __init__(self, host: Host, served: Served, worker_names: Iterable[str], clock: Callable[[], float]) -> None:
         config = served.config
         self.config = config
+        self.limits = Limits(
+            stall_s=config.stall_s,
+            max_fetches=config.max_fetches,
+            max_attempts=config.max_attempts,
+            max_losses=config.max_losses,
+            placing_timeout_s=2 * config.task_timeout_s + 1,
+            prefill_timeout_s=config.prefill_timeout_s,
+            slow_reader_timeout_s=config.slow_reader_timeout_s,
+            first_token_s=config.slo_ttft_ms / 1000,
+        )
         self.bundle = served.bundle
         self.name = served.name
         self._host = host

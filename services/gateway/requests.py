@@ -69,7 +69,6 @@ class Request:
         wall_ms: int,
         path: Path = "auto",
         only: WorkerRef | None = None,
-        first_token_s: float = 0.0,
     ) -> None:
         self.id, self.client_id, self.shown_id = wire_id, request.id, request.shown_id or request.id
         self.prompt_tokens, self.packed_prompt = len(request.prompt), token_bytes.pack(request.prompt)
@@ -86,7 +85,7 @@ class Request:
         self.only = only
         self.alone = self.is_unsettled = self.stuck = self.is_too_long = False
         self.arrived_at = self.since = now
-        self.due_at = now + first_token_s if first_token_s and not request.background else 0.0
+        self.due_at = now + limits.first_token_s if limits.first_token_s and not request.background else 0.0
         self.deadline = now + request.deadline_s
         self.deadline_ms = wall_ms + int(request.deadline_s * 1000)
         self.wake: Callable[[], None] = lambda: None

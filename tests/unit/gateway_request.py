@@ -23,13 +23,11 @@ def make(
     logprobs: int = -1,
     stop: Iterable[int] = (),
     background: bool = False,
-    first_token_s: float = 0.0,
     **limits,
 ) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, logprobs=logprobs, stop_token_ids=list(stop))
     request = GenerationRequest(id="r", prompt=PROMPT, sampling=sampling, deadline_s=deadline_s, background=background)
-    given = {"wire_id": "r/1", "gateway": GATEWAY, "limits": Limits(**limits), "now": 0.0, "wall_ms": 1000}
-    return Request(request, **given, first_token_s=first_token_s)
+    return Request(request, wire_id="r/1", gateway=GATEWAY, limits=Limits(**limits), now=0.0, wall_ms=1000)
 
 
 def frame(request: Request, start: int, tokens: Iterable[int], **more) -> TokenFrame:
