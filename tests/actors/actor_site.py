@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import ClassVar
 
 import anyio
@@ -14,6 +14,7 @@ from common.protocol.messages import Accepted, HandoffFailed, Message, Presence,
 from common.runtime.actor import Actor
 from common.runtime.settings import ServiceConfig
 from common.testing.memory_bus import MemoryBroker, MemoryBus
+from tests.waiting import until
 
 HEARTBEAT_S = 0.02
 DEAD_AFTER_S = 0.3
@@ -79,14 +80,6 @@ class Worker(Actor):
 
 class Gateway(Worker):
     role = "gateway"
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
-    with anyio.fail_after(timeout_s):
-        while True:
-            if condition():
-                return
-            await anyio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

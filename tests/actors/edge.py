@@ -30,6 +30,7 @@ from services.gateway.http import create_app
 from services.gateway.intake import Intake
 from services.gateway.nats_front import NatsFront
 from services.gateway.requests import GenerationRequest, Output
+from tests.waiting import until
 
 MAX_CONTEXT = 512
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
@@ -148,14 +149,6 @@ class ScriptedCore:
         """Stream number `index`, as soon as there is one."""
         await until(lambda: len(self.streams) > index)
         return self.streams[index]
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 2.0) -> None:
-    with anyio.fail_after(within_s):
-        while True:
-            if condition():
-                return
-            await anyio.sleep(0.001)
 
 
 class AsgiClient:

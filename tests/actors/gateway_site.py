@@ -47,6 +47,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.model_core import ModelCore, Served
 from services.gateway.requests import GenerationRequest
 from services.gateway.stream import Stream
+from tests.waiting import until
 
 MODEL = "smollm2-135m-instruct"
 VOCABULARY = 256
@@ -64,15 +65,6 @@ def expected(prompt: list[int], count: int, *, model: str = MODEL) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(tokens, model))
     return tokens[len(prompt) :]
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """:raises TimeoutError: if it does not come true in time."""
-    for _ in range(max(1, int(timeout_s / 0.005))):
-        if condition():
-            return
-        await anyio.sleep(0.005)
-    raise TimeoutError(f"waited {timeout_s:g} s in vain")
 
 
 class Held:

@@ -29,6 +29,7 @@ from common.worker.store_client import StoreClient
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.arena import Arena
 from services.kvstore.config import KvstoreConfig
+from tests.waiting import until
 
 BLOCK_BYTES = 1 << 16
 CHAIN = [b"%016d" % i for i in range(10)]
@@ -113,14 +114,6 @@ async def running(store: KvstoreActor, *workers: Worker) -> AsyncIterator[None]:
     for worker in workers:
         worker.store.close()
         worker.transport.shm.close()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    with anyio.fail_after(timeout_s):
-        while True:
-            if condition():
-                return
-            await anyio.sleep(0.005)
 
 
 async def settled(store: KvstoreActor, usage: KvUsage) -> None:

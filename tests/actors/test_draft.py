@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import ClassVar
 
 import anyio
@@ -27,6 +27,7 @@ from services.decode.speculation_policy import SpeculationPolicy
 from services.draft.actor import MAX_QUEUED, DraftActor
 from services.draft.config import DraftConfig
 from tests.unit.speculating import flat_costs
+from tests.waiting import until
 
 pytestmark = pytest.mark.virtual_time
 
@@ -78,14 +79,6 @@ async def running(*actors: Actor) -> AsyncIterator[None]:
             await until(lambda actor=actor: actor.ready)
         yield
         group.cancel_scope.cancel()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    with anyio.fail_after(timeout_s):
-        while True:
-            if condition():
-                return
-            await anyio.sleep(0.005)
 
 
 def make_draft(broker: MemoryBroker, config: DraftConfig = DRAFT) -> DraftActor:

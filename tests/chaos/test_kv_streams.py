@@ -39,6 +39,7 @@ from tests.chaos.test_cache_groups import WINDOWS, play, prompt
 from tests.chaos.test_kv_seen import actors, records, traffic, value
 from tests.chaos.world import BLOCK_TOKENS, World
 from tests.fixtures.slow import pairs_quick
+from tests.waiting import until
 
 Groups = tuple[tuple[Retention, int], ...]
 ALL_GROUPS: list[Groups] = [(), *WINDOWS]
@@ -59,12 +60,6 @@ def heard(world: World, kind: type[Sent]) -> list[Sent]:
 
     world.broker.drop(look)
     return seen
-
-
-async def until(condition: Callable[[], bool], within_s: float = 10) -> None:
-    with anyio.fail_after(within_s):
-        while not condition():
-            await anyio.sleep(0.001)
 
 
 def streamed(world: World) -> float:

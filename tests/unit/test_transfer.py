@@ -16,6 +16,7 @@ from common.transfer.measured import MeasuredTransport, TransferCounts
 from common.transfer.memory import Faults, MemoryFabric, MemoryTransport
 from common.transfer.paths import KvPath
 from common.transfer.transfer import Pulling, Transfer
+from tests.waiting import until
 
 BLOCK_BYTES = 64
 NUM_BLOCKS = 10
@@ -49,12 +50,6 @@ def blocks(count: int = NUM_BLOCKS) -> tuple[RemoteBlocks, LocalBlocks]:
 async def reached(gated: Gated) -> None:
     with anyio.fail_after(30):
         await anyio.to_thread.run_sync(lambda: gated.began.acquire(timeout=30))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(30):
-        while not condition():
-            await anyio.sleep(0.001)
 
 
 async def test_it_copies_slice_by_slice_and_says_how_far_it_is() -> None:
