@@ -1,4 +1,4 @@
-"""Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights; `slow.py` orders;
+"""Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights; `slow.py` orders; `seeds.py` draws the same;
 `garbage.py` keeps collections of garbage short; `virtual_time.py` has a clock that does not depend on the machine."""
 
 import os
@@ -12,6 +12,7 @@ pytest_plugins = [
     "tests.fixtures.home",
     "tests.fixtures.model",
     "tests.fixtures.nats",
+    "tests.fixtures.seeds",
     "tests.fixtures.slow",
     "tests.fixtures.two_hosts",
     "tests.fixtures.virtual_time",
