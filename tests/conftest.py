@@ -1,5 +1,6 @@
-"""Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights; `slow.py` orders; `seeds.py` draws the same;
-`garbage.py` keeps collections of garbage short; `virtual_time.py` has a clock that does not depend on the machine."""
+"""Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights; `slow.py` orders;
+`seeds.py` draws the same tensors whatever ran before; `garbage.py` keeps collections of garbage short; `virtual_time.py` has a
+clock that does not depend on the machine."""
 
 import os
 
