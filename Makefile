@@ -53,8 +53,8 @@ demo: $(VENV)/.run
 	@$(BIN)/penstock demo
 
 # SLOW_MINUTES=20: tests marked `slow` as well, after the others, as long as the run is younger than this.
-# Two processes share the files, since tests of running systems wait half of the time; one runs where slow tests are run, too, so
-# that these come last. TEST_PROCESSES=4 on a larger machine; 0: one after the other, in this process.
+# Two processes share the files of tests, since one alone uses less than half of two cores. With slow tests it is one, so that these
+# come after all others. TEST_PROCESSES=4: another number; 0: all in the process that is started.
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest --slow-minutes $(or $(SLOW_MINUTES),0) \
 		-n $(or $(TEST_PROCESSES),$(if $(filter-out 0,$(SLOW_MINUTES)),0,2)) --dist loadfile

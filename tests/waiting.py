@@ -9,9 +9,9 @@ import anyio
 _SLEEP_S = 0.005
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
-    """Return when `condition` has come true. What is counted is time that was slept here, so that a machine that pauses, as
-    those of CI do, has not used up the time when it goes on.
+async def until(condition: Callable[[], object], within_s: float = 15.0) -> None:
+    """Return when `condition` has come true. Only the time that this function sleeps is counted, so that a machine that pauses,
+    as those of CI do, has as much left afterwards.
 
     :raises TimeoutError: it has not come true.
     """

@@ -25,4 +25,4 @@ which it stops (`StepRow.least_chance`); -1 tokens where it need not even note h
 
 PromptLimit = Callable[[int, int, float], int]
 """`prompt_limit(rows, budget, needed_per_s)`: how many prompt tokens a step computes beside so many decoding rows, `budget` at
-most. `needed_per_s`: the rate that brings first tokens in time (`services/decode/prompt_budget.py`)."""
+most. `needed_per_s`: prompt tokens a second that bring first tokens in time (`needed_rate`)."""

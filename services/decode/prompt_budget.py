@@ -20,7 +20,7 @@ prompt, and never show how fast it is. Before the first part beside rows, the pr
 objective, by what a token costs in steps of prompts alone.
 
 Parts fill the objective only where first tokens need it. A task says when its first token is due, and prompts that have time
-are computed in shorter steps, which leave the rows nearer to their own pace: half of the objective at least.
+are computed in shorter steps, so that rows keep nearer to their own pace. Such a step takes half of the objective at least.
 
 Where the rows alone come near the objective, a part may still make the step a quarter longer, and where they miss it, twice as
 long: prompts go on, instead of waiting for an objective that cannot be met.
@@ -48,9 +48,9 @@ parts would cost more by the token."""
 _HASTE = 1.25
 """Prompts are computed at least so many times as fast as their first tokens need: measured times scatter."""
 _BUSY_HORIZON_S = 4.0
-"""Of the moving average of the share of time that goes into steps with prompts."""
+"""The share of steps' time that goes into steps with prompts is averaged over about so long."""
 _MOST_BUSY = 0.9
-"""That share, as far as it counts."""
+"""A larger share counts as this one."""
 _NEAR = 0.8
 """Of the objective, up to which rows alone leave it within reach."""
 _HORIZON_TOKENS = 4096
@@ -112,8 +112,10 @@ class PromptBudget:
             self.step_s += (_STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)
 
     def limit(self, rows: int, budget: int, needed_per_s: float = math.inf) -> int:
-        """Return how many prompt tokens a step with so many decoding rows may compute, `budget` at most. needed_per_s: see
-        `needed_per_s`."""
+        """Return how many prompt tokens a step with so many decoding rows may compute, `budget` at most.
+
+        needed_per_s: prompt tokens a second that bring first tokens in time, see `needed_rate`; by default as many as possible.
+        """
         if not self.objective_s:
             return budget
         if not rows:
@@ -125,7 +127,7 @@ class PromptBudget:
         if not self._usual_tokens or not self.token_s:
             return GRAIN_TOKENS
         limit_s = max(self.objective_s, self._growth * self.step_s)
-        tokens = self._tokens_within(self._hurried_s(needed_per_s))
+        tokens = self._tokens_within(self._planned_step_s(needed_per_s))
         if tokens + rows < 2 * GRAIN_TOKENS:
             return max(LEAST_TOKENS, tokens)
         excess = (tokens + rows) % GRAIN_TOKENS
@@ -155,9 +157,9 @@ class PromptBudget:
         """What a step of rows with a part is planned to take at most."""
         return max(_MARGIN * self.objective_s, self._growth * self.step_s)
 
-    def _hurried_s(self, needed_per_s: float) -> float:
-        """Return what a step of rows with a part is planned to take, if so many prompt tokens a second are needed. More are
-        computed the more of its time the worker spends on prompts, since the next one is then likely to come soon."""
+    def _planned_step_s(self, needed_per_s: float) -> float:
+        """Return what a step of rows with a part is planned to take, if so many prompt tokens a second are needed. A worker
+        that spends much of its time on prompts computes more than that: the next prompt is likely to come soon."""
         share = _HASTE / (1.0 - min(self._busy, _MOST_BUSY) ** 2) * needed_per_s * self.token_s
         if share >= 1.0:
             return self._target_s
@@ -188,7 +190,7 @@ class PromptBudget:
         return part / max(self._predicted_s(part), _FURTHER * part * self.token_s)
 
 
-def needed_per_s(prompts: Collection[Sequence], now: float, remaining: Callable[[Sequence], float]) -> float:
+def needed_rate(prompts: Collection[Sequence], now: float, remaining: Callable[[Sequence], float]) -> float:
     """Return how many prompt tokens a second bring each prompt's first token when it is due. Infinite, which is as many as
     possible: one of them is due at no time, or late, or a preempted one that is computed again.
 

@@ -27,7 +27,7 @@ from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode.hooks import BeginStep, Foresee, PromptLimit, Propose, RoomFor, Wanted
-from services.decode.prompt_budget import needed_per_s
+from services.decode.prompt_budget import needed_rate
 
 
 @dataclass(slots=True)
@@ -209,7 +209,7 @@ class DecodeScheduler:
             budget -= row.num_samples - 1
         prompts = [sequence for sequence in prompts if sequence in self._running]
         if prompts:
-            budget = self.prompt_limit(len(rows), budget, needed_per_s(prompts, now, self._remaining))
+            budget = self.prompt_limit(len(rows), budget, needed_rate(prompts, now, self._remaining))
         for sequence, row in self._parts.plan(prompts, self._remaining, budget=budget, num_samples=num_samples, ahead=ahead):
             self._ask(sequence, row)
             rows.append(row)

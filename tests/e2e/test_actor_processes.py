@@ -18,6 +18,7 @@ from common.runtime import nats_bus
 from common.runtime.actor import Actor
 from common.runtime.settings import ServiceConfig
 from tests.fixtures.nats import LocalNatsServer
+from tests.waiting import until
 
 WORKER = """
 from common.runtime.actor import Actor
@@ -45,14 +46,6 @@ class Watcher(Actor):
 
     def known(self) -> list[Presence]:
         return self.registry.alive("decode", self.clock())
-
-
-async def until(condition: Callable[[], bool], timeout_s: float) -> None:
-    with anyio.fail_after(timeout_s):
-        while True:
-            if condition():
-                return
-            await anyio.sleep(0.01)
 
 
 def start_worker(url: str) -> subprocess.Popen[bytes]:

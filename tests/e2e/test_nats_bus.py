@@ -28,6 +28,7 @@ from common.runtime import nats_bus, nats_server
 from common.runtime.bus import Bus, BusMessage, Endpoint, ServiceInfo
 from common.testing.memory_bus import MemoryBroker
 from tests.fixtures.nats import LocalNatsServer
+from tests.waiting import until
 
 Connect = Callable[[str], Awaitable[Bus]]
 
@@ -49,14 +50,6 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     yield connect_one
     for bus in buses:
         await bus.close()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    with anyio.fail_after(timeout_s):
-        while True:
-            if condition():
-                return
-            await anyio.sleep(0.005)
 
 
 @asynccontextmanager

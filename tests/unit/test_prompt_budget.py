@@ -13,7 +13,7 @@ from common.engine.plan import StepPlan, StepRow
 from common.engine.speeds import Speeds, TokenRate
 from common.protocol.capacity import Capacity
 from common.protocol.messages import SamplingParams
-from services.decode.prompt_budget import GRAIN_TOKENS, IDLE_TOKENS, LEAST_TOKENS, PromptBudget, needed_per_s
+from services.decode.prompt_budget import GRAIN_TOKENS, IDLE_TOKENS, LEAST_TOKENS, PromptBudget, needed_rate
 from tests.unit.scheduling import sequence
 
 
@@ -123,7 +123,7 @@ def test_how_fast_prompts_are_needed() -> None:
     prompts = [sequence(f"r{n}", list(range(1, 30 + n))) for n in range(3)]
 
     def needed(now: float = 5.0) -> float:
-        return needed_per_s(prompts[::-1], now, lambda prompt: prompt.num_unplanned)
+        return needed_rate(prompts[::-1], now, lambda prompt: prompt.num_unplanned)
 
     assert needed() == math.inf, "they are due at no time"
     for prompt in prompts:
