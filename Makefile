@@ -53,11 +53,11 @@ demo: $(VENV)/.run
 	@$(BIN)/penstock demo
 
 # SLOW_MINUTES=20: tests marked `slow` as well, after the others, as long as the run is younger than this.
-# Two processes share the files of tests, since one alone uses less than half of two cores. With slow tests it is one, so that these
-# come after all others. TEST_PROCESSES=4: another number; 0: all in the process that is started.
+# Two processes share the tests (tests/fixtures/processes.py), since one alone uses less than half of two cores. With slow tests
+# it is one, so that these come after all others. TEST_PROCESSES=4: another number; 0: all in the process that is started.
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest --slow-minutes $(or $(SLOW_MINUTES),0) \
-		-n $(or $(TEST_PROCESSES),$(if $(filter-out 0,$(SLOW_MINUTES)),0,2)) --dist loadfile
+		-n $(or $(TEST_PROCESSES),$(if $(filter-out 0,$(SLOW_MINUTES)),0,2))
 
 # torch is not fetched a second time: guidellm gets Penstock's, by links.
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements-no-deps.txt $(VENV)/.torch

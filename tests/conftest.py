@@ -1,6 +1,6 @@
 """Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights; `slow.py` orders;
-`seeds.py` draws the same tensors whatever ran before; `garbage.py` keeps collections of garbage short; `virtual_time.py` has a
-clock that does not depend on the machine."""
+`processes.py` shares tests out among processes; `seeds.py` draws the same tensors whatever ran before; `garbage.py` keeps
+collections of garbage short; `virtual_time.py` has a clock that does not depend on the machine."""
 
 import os
 
@@ -13,6 +13,7 @@ pytest_plugins = [
     "tests.fixtures.home",
     "tests.fixtures.model",
     "tests.fixtures.nats",
+    "tests.fixtures.processes",
     "tests.fixtures.seeds",
     "tests.fixtures.slow",
     "tests.fixtures.two_hosts",
