@@ -26,6 +26,8 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "phi3": "phi3",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "smollm3": "smollm3",
     "gpt_oss": "gpt-oss",
 }
 _SANDWICH = {
@@ -168,9 +170,9 @@ def _tensors(config: Any, architecture: str, tensors: dict[str, np.ndarray]) -> 
         if ".mlp.experts." in name:
             found |= _gpt_oss(name, values)
             continue
-        if architecture == "llama" and ".q_proj." in name:
+        if architecture in ("llama", "smollm3") and ".q_proj." in name:
             values = _paired(values, config.num_attention_heads)
-        if architecture == "llama" and ".k_proj." in name:
+        if architecture in ("llama", "smollm3") and ".k_proj." in name:
             values = _paired(values, config.num_key_value_heads)
         found[_name(name, architecture)] = values
     found |= {name: np.stack([each[expert] for expert in range(len(each))]) for name, each in stacks.items()}

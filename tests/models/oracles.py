@@ -24,6 +24,8 @@ from transformers import (
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -32,6 +34,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from common.models.source import ModelFiles
@@ -115,6 +119,15 @@ _gemma3 = _of(
 )
 _phi3 = _of(Phi3Config, Phi3ForCausalLM, pad_token_id=0)
 _olmo2 = _of(Olmo2Config, Olmo2ForCausalLM, pad_token_id=0)
+_olmo3 = _of(
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    num_hidden_layers=4,
+    sliding_window=24,
+    pad_token_id=0,
+    rope_parameters={"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+)
+_smollm3 = _of(SmolLM3Config, SmolLM3ForCausalLM, num_hidden_layers=4, pad_token_id=0)
 
 _mixtral = _of(MixtralConfig, MixtralForCausalLM, num_local_experts=4, num_experts_per_tok=2, sliding_window=24)
 _qwen3_moe = _of(
@@ -178,6 +191,9 @@ ORACLES: dict[str, Callable[..., Any]] = {
     # every sequence of the tests is longer than 4 tokens, so that transformers takes the long factors as well
     "phi3-longrope": lambda: _phi3(original_max_position_embeddings=4, rope_parameters=_LONGROPE, sliding_window=30),
     "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "smollm3": _smollm3,
+    "smollm3-windows-without-positions": lambda: _smollm3(use_sliding_window=True, sliding_window=24, no_rope_layer_interval=2),
     "mixtral": _mixtral,
     "qwen3-moe": _qwen3_moe,
     "qwen3-moe-weights-as-they-are": lambda: _qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[]),

@@ -90,6 +90,8 @@ FAMILIES = [
     "phi3",
     "phi3-longrope",
     "olmo2",
+    "olmo3",
+    "smollm3",
     "mixtral",
     "qwen3-moe",
     "qwen3-moe-weights-as-they-are",

@@ -37,6 +37,8 @@ KEPT = {
     "gemma3": [KEEP_ALL, WINDOW],
     "gpt-oss": [KEEP_ALL, WINDOW],
     "llama4": [KEEP_ALL, CHUNK],
+    "olmo3": [KEEP_ALL, WINDOW],
+    "smollm3": [KEEP_ALL],
     "phi3": [KEEP_ALL],
     "phi3-longrope": [Retention(window=30)],
     "qwen2-windows-in-last-layers": [KEEP_ALL, Retention(window=20)],

@@ -37,6 +37,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3-every-sixth": ("gemma3", {"query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": _PATTERN}, {}),
     "phi3": ("phi3", {}, {}),
     "olmo2": ("olmo2", {}, {}),
+    "olmo3": ("olmo3", {}, {}),
+    "smollm3": ("smollm3", {}, {}),
     "mixtral": ("mixtral", {}, {}),
     "qwen3-moe": ("qwen3-moe", {"mlp_only_layers": []}, {}),
     "gpt-oss": ("gpt-oss", {"swiglu_limit": 7.0}, {}),
@@ -108,7 +110,6 @@ def test_quantised_experts(tmp_path: Path, oracle: str, kind: Type, kept: str, m
 @pytest.mark.parametrize(
     ("oracle", "extra", "message"),
     [
-        ("olmo2", {"attention.sliding_window": 24}, "sliding_window 24 is not supported"),
         ("mixtral", {"expert_gating_func": 2}, "expert_gating_func 2 is not supported"),
         ("mixtral", {"expert_shared_count": 1}, "sets expert_shared_count to '1'"),
         ("mixtral", {"expert_weights_scale": 2.5}, "sets expert_weights_scale"),

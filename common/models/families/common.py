@@ -140,6 +140,17 @@ def read_windows(fields: Fields, default: list[str], *, window: int) -> list[int
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
+def read_rotated(fields: Fields) -> list[bool]:
+    """Return which layers have positions: all but every fourth, unless the file says otherwise."""
+    num_layers, interval = fields.size("num_hidden_layers"), fields.size("no_rope_layer_interval", 4)
+    rotated = fields.per_layer("no_rope_layers", num_layers, rotated_but_every(interval, num_layers))
+    return [bool(one) for one in rotated]  # 1 where there is rope
+
+
+def rotated_but_every(interval: int, num_layers: int) -> list[bool]:
+    return [bool((layer + 1) % interval) for layer in range(num_layers)]
+
+
 def read_model(
     fields: Fields,
     architecture: str,

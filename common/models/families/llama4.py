@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
+from common.models.families.common import read_attention, read_model, read_rope, read_rotated, read_silu_mlp
 from common.models.fields import Fields
 from common.models.spec import (
     AttentionSpec,
@@ -55,9 +55,7 @@ def from_json(fields: Fields) -> ModelSpec:
 def _mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     bias, rope = fields.flag("attention_bias"), read_rope(fields, theta=500_000.0)
     rope = msgspec.structs.replace(rope, interleaved=True)
-    interval = fields.size("no_rope_layer_interval", 4)
-    has_rope = [bool((layer + 1) % interval) for layer in range(num_layers)]
-    has_rope = [bool(one) for one in fields.per_layer("no_rope_layers", num_layers, has_rope)]  # 1 where there is rope
+    has_rope = read_rotated(fields)
     kinds = fields.per_layer("layer_types", num_layers, ["chunked_attention" if one else "full_attention" for one in has_rope])
     chunk = fields.size("attention_chunk_size", 8192)
     chunks = {"chunked_attention": chunk, "full_attention": 0}

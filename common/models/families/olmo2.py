@@ -7,7 +7,7 @@ from common.models.families.gguf import POST_NORMS, gguf_attention, gguf_mlp, gg
 from common.models.fields import Fields
 from common.models.spec import LayerNames, LayerSpec, ModelSpec, WeightNames
 
-_NAMES = WeightNames(
+NAMES = WeightNames(
     layer=LayerNames(mixer_norms=("", "post_attention_layernorm"), mlp_norms=("", "post_feedforward_layernorm"))
 )
 
@@ -17,14 +17,11 @@ def from_json(fields: Fields) -> ModelSpec:
     bias = fields.flag("attention_bias")
     mixer = read_attention(fields, read_rope(fields), qk_norm="projection", qkv_bias=bias, output_bias=bias)
     layer = LayerSpec(mixer=mixer, mlp=read_silu_mlp(fields), norms="post")
-    return read_model(fields, "olmo2", [layer] * fields.size("num_hidden_layers"), names=_NAMES, rms_eps=1e-5)
+    return read_model(fields, "olmo2", [layer] * fields.size("num_hidden_layers"), names=NAMES, rms_eps=1e-5)
 
 
 def from_gguf(fields: Fields) -> ModelSpec:
-    """OLMo 3 says that it is this, with windows, which are refused.
-
-    :raises ConfigError: if a field is missing, wrong or unknown.
-    """
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
     fields.only("attention.sliding_window", 0)
     layer = LayerSpec(mixer=gguf_attention(fields, qk_norm="projection"), mlp=gguf_mlp(fields), norms="post")
     return gguf_model(fields, "olmo2", [layer] * fields.size("block_count"), names=POST_NORMS)

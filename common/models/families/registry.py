@@ -13,10 +13,12 @@ from common.models.families import (
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
     qwen3_moe,
+    smollm3,
 )
 from common.models.families.wrappers import WRAPPERS
 from common.models.fields import Fields
@@ -34,6 +36,8 @@ JSON_FAMILIES: dict[str, Reader] = {
     "gemma3_text": gemma3.from_json,
     "phi3": phi3.from_json,
     "olmo2": olmo2.from_json,
+    "olmo3": olmo3.from_json,
+    "smollm3": smollm3.from_json,
     "mixtral": mixtral.from_json,
     "qwen3_moe": qwen3_moe.from_json,
     "gpt_oss": gpt_oss.from_json,
@@ -49,7 +53,8 @@ GGUF_FAMILIES: dict[str, Reader] = {
     "gemma2": gemma2.from_gguf,
     "gemma3": gemma3.from_gguf,
     "phi3": phi3.from_gguf,
-    "olmo2": olmo2.from_gguf,
+    "olmo2": olmo3.from_gguf,
+    "smollm3": smollm3.from_gguf,
     "gpt-oss": gpt_oss.from_gguf,
 }
 """`general.architecture` of GGUF metadata."""
