@@ -130,8 +130,10 @@ def test_an_int8_weight_is_no_weight_for_ops_of_other_formats() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "block_tokens"), [(9, 3, 64, 16), (4, 4, 40, 8), (8, 2, 128, 5)])
-@pytest.mark.parametrize("normed", [False, True])
-def test_attention_is_that_of_the_reference(heads: int, kv_heads: int, size: int, block_tokens: int, normed: bool) -> None:
+@pytest.mark.parametrize(("normed", "rotated"), [(False, True), (True, True), (False, False)])
+def test_attention_is_that_of_the_reference(
+    heads: int, kv_heads: int, size: int, block_tokens: int, normed: bool, rotated: bool
+) -> None:
     lengths, starts = [1, 7, 1, 3], [0, 0, 37, 20]
     held = [-(-(start + length) // block_tokens) for start, length in zip(starts, lengths, strict=True)]
     ids = torch.randperm(sum(held) + 3)
@@ -141,11 +143,13 @@ def test_attention_is_that_of_the_reference(heads: int, kv_heads: int, size: int
     qkv = torch.randn(tokens + 2, (heads + 2 * kv_heads) * size + 7)
     norms = [torch.rand(size) + 0.5 for _ in range(2)]
     angles = torch.rand(64, size // 2) * 6
+    angles[-1] = 0.0
     table = torch.cat((angles.cos(), angles.sin()), -1).contiguous()
     positions = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
     given = qkv[:, :-7].clone().view(-1, heads + 2 * kv_heads, size)
     wanted = np.arange(tokens)
-    step = Step(positions, np.repeat(np.arange(4), lengths), ids.numpy(), firsts, pool.view(torch.int16).numpy(), table.numpy())
+    rows, bits = np.repeat(np.arange(4), lengths), pool.view(torch.int16).numpy()
+    step = Step(positions, rows, ids.numpy(), firsts, bits, table.numpy(), np.array([False, rotated]))
     q_norms, k_norms = (norm[None].repeat(2, 1).numpy() if normed else np.empty((2, 0), np.float32) for norm in norms)
     for token in wanted:
         write_kv(token, step, heads, q_norms, k_norms, 1, 1e-5, qkv.numpy())
@@ -159,7 +163,7 @@ def test_attention_is_that_of_the_reference(heads: int, kv_heads: int, size: int
     if normed:
         turned[:, :heads] = rms_norm_reference(turned[:, :heads], norms[0], 1e-5)
         turned[:, heads : heads + kv_heads] = rms_norm_reference(turned[:, heads : heads + kv_heads], norms[1], 1e-5)
-    at = torch.from_numpy(positions)
+    at = torch.from_numpy(positions if rotated else np.full_like(positions, 63))
     cos, sin = angles[at].cos()[:, None], angles[at].sin()[:, None]
     cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     turned[:, : heads + kv_heads] = apply_rope_reference(turned[:, : heads + kv_heads], cos, sin)
@@ -169,12 +173,12 @@ def test_attention_is_that_of_the_reference(heads: int, kv_heads: int, size: int
             self.first, self.length, self.start = sum(lengths[:index]), lengths[index], starts[index]
             self.blocks = ids[firsts[index] : firsts[index] + held[index]].tolist()
 
-    rows = [Row(index) for index in range(4)]
-    for row in rows:
+    asked = [Row(index) for index in range(4)]
+    for row in asked:
         for i in range(row.length):
             position = row.start + i
             entry = pool[row.blocks[position // block_tokens], 1, :, position % block_tokens].float()
             torch.testing.assert_close(entry[0], turned[row.first + i, heads : heads + kv_heads], rtol=1e-2, atol=1e-2)
             assert torch.equal(entry[1].bfloat16(), given[row.first + i, heads + kv_heads :].bfloat16())
-    expected = paged_attention_reference(turned[:, :heads], pool.float(), 1, rows, AttentionForm(size**-0.5))
+    expected = paged_attention_reference(turned[:, :heads], pool.float(), 1, asked, AttentionForm(size**-0.5))
     torch.testing.assert_close(found.view(expected.shape), expected, rtol=1e-3, atol=2e-5)

@@ -32,6 +32,8 @@ from common.ops.cpu_int8.weights import LANES, PAIRS, linears_of, pack_int8
 CONTEXT_TOKENS = 1024
 """Of a sequence that the head attends to, the last ones."""
 _BLOCK_TOKENS = 16
+_ROTATED = np.ones(1, np.bool_)
+"""Its only layer is."""
 _MAX_DRAFTS = 63
 
 
@@ -184,6 +186,7 @@ class Head:
             block_starts=held.cumsum() - held,
             pool=self._pool,
             rope=np.concatenate((np.cos(angles), np.sin(angles)), 1).astype(np.float32),
+            rotated=_ROTATED,
         )
         step: tuple[Any, ...] = (
             counters_for_pass(),

@@ -41,7 +41,8 @@ class Int8Runner(CpuRunner):
         config = decoder.config
         self._weights = _weights(decoder)
         self._forward = forward(config.head_dim, config.num_heads // config.num_kv_heads)
-        self._rope = decoder.rope.table(min(config.max_context, self.num_blocks * self.block_tokens)).numpy()
+        self._rope = _rope_table(decoder, min(config.max_context, self.num_blocks * self.block_tokens))
+        self._rotated = np.array([layer.mixer.rope is not None for layer in config.layers])
         self._pool_bits = groups[0].pool.view(torch.int16).numpy()
         self._room = self._new_room(1)
         self._logits = self._new_logits(1)
@@ -66,6 +67,7 @@ class Int8Runner(CpuRunner):
             block_starts=np.cumsum(held) - held,
             pool=self._pool_bits,
             rope=self._rope,
+            rotated=self._rotated,
         )
         tokens = np.fromiter((token for row in rows for token in row.tokens), np.int64, num_tokens)
         wanted = np.array([row.num_samples or row.num_read for row in rows])
@@ -117,6 +119,13 @@ class Int8Runner(CpuRunner):
 
     def _new_logits(self, samples: int) -> NDArray[np.float32]:
         return np.empty((samples, _padded(self.vocab_size, LANES)), np.float32)
+
+
+def _rope_table(decoder: Decoder, positions: int) -> NDArray[np.float32]:
+    """As `Step.rope` says: the last row is an angle of 0."""
+    table = decoder.rope.table(positions).numpy()
+    none = np.concatenate((np.ones(table.shape[1] // 2), np.zeros(table.shape[1] // 2)))
+    return np.concatenate((table, none[None].astype(np.float32)))
 
 
 def _weights(decoder: Decoder) -> Weights:

@@ -30,7 +30,7 @@ Feature = Literal[
     "a head of a part of the vocabulary",
 ]
 
-INT8_HAS: frozenset[Feature] = frozenset()
+INT8_HAS: frozenset[Feature] = frozenset({"layers without positions"})
 """What the CPU's 8-bit engine computes beyond Llama, Qwen2 and Qwen3."""
 
 

@@ -24,7 +24,8 @@ from common.ops.cpu_int8.vectors_numba import add_weighted, dot_products
 class Step(NamedTuple):
     """Where a step's tokens are. positions, rows: int64 [tokens], of each token; blocks: int64, those of row r from
     block_starts[r] on. pool: bfloat16 as int16 [num_blocks, layers, 2, block_tokens, kv_heads, size]. rope: float32
-    [positions, size], cosines, then sines."""
+    [positions, size], cosines, then sines. rotated: [layers], whether Q and K are turned by their positions; those of other
+    layers are turned by the last row of `rope`, an angle of 0."""
 
     positions: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -32,6 +33,7 @@ class Step(NamedTuple):
     block_starts: NDArray[np.int64]
     pool: NDArray[np.int16]
     rope: NDArray[np.float32]
+    rotated: NDArray[np.bool_]
 
 
 @compiled(fastmath=REASSOCIATING)
@@ -103,7 +105,8 @@ def place_kv(token, step, heads, q_norm, k_norm, layer, eps, angles, qkv):
 @compiled()
 def write_kv(token, step, heads, q_norms, k_norms, layer, eps, qkv):
     """`place_kv` by the rotation of the token's position. q_norms, k_norms: [layers, size], or [layers, 0]."""
-    place_kv(token, step, heads, q_norms[layer], k_norms[layer], layer, eps, step.rope[step.positions[token]], qkv)
+    at = step.positions[token] if step.rotated[layer] else len(step.rope) - 1
+    place_kv(token, step, heads, q_norms[layer], k_norms[layer], layer, eps, step.rope[at], qkv)
 
 
 @compiled()
