@@ -3,16 +3,18 @@
     step of rows and a part of a prompt = step of the rows alone + what the usual part adds
                                           + (tokens of the part - those of the usual part) × a further token's time
 
-What a part adds is not proportional to its tokens: with the first ones kernels for a few rows give way to those for many, and
-further ones take what they take to compute. The usual part is the average of the latest steps of about the planned size; what
-it adds takes up what the first term misses: rows that came, or whose contexts grew, since the last step without a prompt. A
-further token is taken to cost as much as in a step of prompts alone. That may be too much, and parts then grow in smaller
-strides, but they grow as long as steps end before the objective.
+What a part adds is not proportional to its tokens. With the first ones kernels for a few rows give way to those for many, or
+they are computed while the weights are read, and cost nothing. The usual part is the average of the latest steps of about the
+planned size; what it adds takes up what the first term misses: rows that came, or whose contexts grew, since the last step
+without a prompt. What a further token costs is learnt from parts of different sizes that follow one another, and from long
+prompts that are computed alone. Before that a short prompt computed alone says it, without what reading the weights takes.
+That may be too little: a part therefore has at most twice the tokens of the usual one.
 
-Prompt throughput beside rows is predicted with the same formula: the part that would be planned now, divided by the step that
-it would make. The prediction follows the decoding rows even while no prompt is computed. The router sends no prompts to a
-worker that looks slow, and without prompts nothing would correct its measurements. So a single long step, for example one that
-compiles a kernel or collects garbage, is counted as at most twice its predicted duration.
+Prompt throughput beside rows is predicted with the same formula: the part that fills the objective, divided by the step that
+it would make, however short the parts are that have been needed of late. The prediction follows the decoding rows even while no
+prompt is computed. The router sends no prompts to a worker that looks slow, and without prompts nothing would correct its
+measurements. So a single long step, for example one that compiles a kernel or collects garbage, is counted as at most twice its
+predicted duration.
 
 Throughput is not measured with short prompts as they are: most of such a step goes into reading the weights, as in a step of
 rows alone, whose time is subtracted. Otherwise a worker that has computed short prompts only would look slow, get no long
@@ -20,7 +22,8 @@ prompt, and never show how fast it is. Before the first part beside rows, the pr
 objective, by what a token costs in steps of prompts alone.
 
 Parts fill the objective only where first tokens need it. A task says when its first token is due, and prompts that have time
-are computed in shorter steps, so that rows keep nearer to their own pace. Such a step takes half of the objective at least.
+are computed in shorter steps, so that rows keep nearer to their own pace. Such a step takes half of the objective at least. A
+worker that spends much of its time on prompts does not wait: what it leaves for later would delay the next prompt.
 
 Where the rows alone come near the objective, a part may still make the step a quarter longer, and where they miss it, twice as
 long: prompts go on, instead of waiting for an objective that cannot be met.
@@ -49,8 +52,8 @@ _HASTE = 1.25
 """Prompts are computed at least so many times as fast as their first tokens need: measured times scatter."""
 _BUSY_HORIZON_S = 4.0
 """The share of steps' time that goes into steps with prompts is averaged over about so long."""
-_MOST_BUSY = 0.9
-"""A larger share counts as this one."""
+_BUSY = 0.5
+"""From this share on, prompts are computed as fast as the objective lets: the next one is likely to come soon."""
 _NEAR = 0.8
 """Of the objective, up to which rows alone leave it within reach."""
 _HORIZON_TOKENS = 4096
@@ -62,10 +65,16 @@ _LEAST_SHARE = 0.25
 """The share of a short prompt's step that its tokens are taken to cost at least."""
 _STRIDE = 2.0
 """A part has at most so many times the tokens of the usual one, whose time says little of much longer ones."""
+_ALONE_WEIGHT = 0.3
+"""Of a step of prompts alone, in what a further token is taken to cost."""
+_MOST_CHANGE = 1.25
+"""How many times as much, or as little, a further token is taken to cost after one step."""
+_LEAST_FURTHER = 0.25
+"""Of what a token of a part takes on average, what a further one is taken to cost at least."""
 _MAX_TIMES_PREDICTED = 2.0
 """A step with a part is counted as at most so many times its predicted duration."""
 _FURTHER = 0.7
-"""Of what a token of a part takes on average, what a further one is taken to cost where no prompt has been computed alone. Also
+"""Of what a token of the first part takes, what a further one is taken to cost where no prompt has been computed alone. Also
 the least that a token of a part is predicted to cost, as a share of `token_s`: decoding rows are bound by memory bandwidth, so
 a part beside them can be cheaper by the token than a prompt alone."""
 
@@ -82,7 +91,13 @@ class PromptBudget:
         self._more = TokenRate(_HORIZON_TOKENS)
         """Of what parts add to steps of rows."""
         self._alone = TokenRate(_HORIZON_TOKENS)
-        """Of steps that compute prompts and no rows."""
+        """Of steps that compute prompts and no rows, and at least `_SHORT_TOKENS` tokens."""
+        self._short = TokenRate(_HORIZON_TOKENS)
+        """Of those with fewer, without what reading the weights takes."""
+        self._further_s = 0.0
+        """What a further token adds to a step of rows with a part; 0: unknown."""
+        self._last: tuple[int, float] | None = None
+        """Tokens of the last part beside rows, and what it added; None if that was more than twice what was predicted."""
         self._busy = 0.0
         """The share of the latest steps' time that went into steps with prompts."""
         self._planned = 0
@@ -91,7 +106,7 @@ class PromptBudget:
     @property
     def token_s(self) -> float:
         """What a further token of a prompt adds to a step; 0: unknown."""
-        return self._alone.token_s or _FURTHER * self._more.token_s
+        return self._further_s or self._alone.token_s or self._short.token_s
 
     def observe(self, *, rows: int, prompt_tokens: int, seconds: float) -> None:
         """A step of so many decoding rows and tokens of prompts took so long."""
@@ -101,15 +116,30 @@ class PromptBudget:
             max_s = _MAX_TIMES_PREDICTED * self._predicted_s(prompt_tokens) if is_predicted else math.inf
             added_s = min(seconds, max_s) - self.step_s
             self._more.measure(prompt_tokens, max(0.0, added_s))
+            self._learn_further(prompt_tokens, added_s, seconds <= max_s)
             if 2 * prompt_tokens >= self._planned or seconds > self.objective_s:  # a prompt's end says little of whole parts
                 weight = _PART_WEIGHT if self._usual_tokens else 1.0
                 self._usual_tokens += weight * (prompt_tokens - self._usual_tokens)
                 self._usual_s += weight * (added_s - self._usual_s)
         elif prompt_tokens:
-            fixed_s = self.step_s if prompt_tokens < _SHORT_TOKENS else 0.0
-            self._alone.measure(prompt_tokens, max(seconds - fixed_s, _LEAST_SHARE * seconds))
+            if prompt_tokens < _SHORT_TOKENS:
+                self._short.measure(prompt_tokens, max(seconds - self.step_s, _LEAST_SHARE * seconds))
+            else:
+                self._alone.measure(prompt_tokens, seconds)
+                self._further_s += (_ALONE_WEIGHT if self._further_s else 1.0) * (seconds / prompt_tokens - self._further_s)
         else:
             self.step_s += (_STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)
+
+    def _learn_further(self, tokens: int, added_s: float, is_likely: bool) -> None:
+        """A part of `tokens` tokens added `added_s`: the more its size differs from the last one's, the more that says."""
+        if not self._further_s:
+            self._further_s = self._short.token_s or _FURTHER * max(0.0, added_s) / tokens
+        elif self._last and is_likely:
+            more, took_s = tokens - self._last[0], added_s - self._last[1]
+            learnt = self._further_s + more * (took_s - more * self._further_s) / (more**2 + GRAIN_TOKENS**2)
+            bound = min(max(learnt, self._further_s / _MOST_CHANGE), self._further_s * _MOST_CHANGE)
+            self._further_s = max(bound, _LEAST_FURTHER * added_s / tokens)
+        self._last = (tokens, added_s) if is_likely else None
 
     def limit(self, rows: int, budget: int, needed_per_s: float = math.inf) -> int:
         """Return how many prompt tokens a step with so many decoding rows may compute, `budget` at most.
@@ -123,16 +153,17 @@ class PromptBudget:
         self._planned = self._part(rows, needed_per_s)
         return min(budget, self._planned)
 
-    def _part(self, rows: int, needed_per_s: float = math.inf) -> int:
+    def _part(self, rows: int, needed_per_s: float = math.inf, stride: float = _STRIDE) -> int:
+        """stride: how many times the tokens of the usual part it may have."""
         if not self._usual_tokens or not self.token_s:
             return GRAIN_TOKENS
         limit_s = max(self.objective_s, self._growth * self.step_s)
-        tokens = self._tokens_within(self._planned_step_s(needed_per_s))
+        tokens = self._tokens_within(self._planned_step_s(needed_per_s), stride)
         if tokens + rows < 2 * GRAIN_TOKENS:
             return max(LEAST_TOKENS, tokens)
         excess = (tokens + rows) % GRAIN_TOKENS
         longer = tokens + GRAIN_TOKENS - excess
-        if 2 * excess >= GRAIN_TOKENS and longer <= self._tokens_within(limit_s):
+        if 2 * excess >= GRAIN_TOKENS and longer <= self._tokens_within(limit_s, stride):
             return longer
         return max(LEAST_TOKENS, tokens - excess)
 
@@ -140,13 +171,13 @@ class PromptBudget:
         """Return how many tokens the next part beside so many rows is predicted to have; `token_s` must be known. Until one has
         been measured: how many parts will have once they have grown."""
         if self._usual_tokens:
-            return self._part(rows)
+            return self._part(rows, stride=math.inf)
         return max(GRAIN_TOKENS, int((self._target_s - self.step_s) / self.token_s))
 
-    def _tokens_within(self, seconds: float) -> int:
+    def _tokens_within(self, seconds: float, stride: float) -> int:
         """Of the part that makes a step of rows take so long."""
         tokens = self._usual_tokens + (seconds - self.step_s - self._usual_s) / self.token_s
-        return int(min(tokens, _STRIDE * max(self._usual_tokens, GRAIN_TOKENS)))
+        return int(min(tokens, stride * max(self._usual_tokens, GRAIN_TOKENS)))
 
     def _predicted_s(self, tokens: int) -> float:
         """Return the predicted seconds of a step of rows with a part of `tokens` tokens; `token_s` must be known."""
@@ -158,9 +189,9 @@ class PromptBudget:
         return max(_MARGIN * self.objective_s, self._growth * self.step_s)
 
     def _planned_step_s(self, needed_per_s: float) -> float:
-        """Return what a step of rows with a part is planned to take, if so many prompt tokens a second are needed. A worker
-        that spends much of its time on prompts computes more than that: the next prompt is likely to come soon."""
-        share = _HASTE / (1.0 - min(self._busy, _MOST_BUSY) ** 2) * needed_per_s * self.token_s
+        """Return what a step of rows with a part is planned to take, if so many prompt tokens a second are needed: the longer,
+        the more of its time the worker spends on prompts."""
+        share = _HASTE / (1.0 - min(self._busy / _BUSY, 0.99) ** 4) * needed_per_s * self.token_s
         if share >= 1.0:
             return self._target_s
         fixed_s = self.step_s + self._usual_s - self._usual_tokens * self.token_s
@@ -183,7 +214,7 @@ class PromptBudget:
     def _per_s(self, rows: int, budget: int) -> float:
         """Return how many tokens of prompts a second are computed beside so many rows; 0: unknown."""
         if not rows:
-            return self._alone.per_s or self._more.per_s
+            return self._alone.per_s or self._short.per_s or self._more.per_s
         if not self.token_s:
             return 0.0
         part = min(budget, self._expected_part(rows) if self.objective_s else budget)
