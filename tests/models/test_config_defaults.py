@@ -39,6 +39,24 @@ def test_a_window_of_null_is_none_and_one_left_out_is_mistrals() -> None:
     assert [layer.mixer.window for layer in tiny("mistral", **sizes).layers] == [4096, 4096]
 
 
+def test_the_published_file_of_smollm3_says_more_than_transformers_reads() -> None:
+    unread = {"max_window_layers": 28, "pretraining_tp": 2, "sliding_window": None, "use_sliding_window": False}
+    assert tiny("smollm3", **unread) == tiny("smollm3")
+    assert tiny("smollm3", sliding_window=20) == tiny("smollm3"), "not used"
+    model = tiny("smollm3", num_hidden_layers=4, sliding_window=20, use_sliding_window=True)
+    assert [(layer.mixer.window, layer.mixer.rope is None) for layer in model.layers] == [(0, False)] * 3 + [(20, True)]
+
+
+def test_olmo3_scales_the_positions_of_layers_without_a_window_in_files_of_transformers_4_too() -> None:
+    scaled = {**YARN, "attention_factor": 1.2}
+    local = {"rope_type": "default", "rope_theta": 1e6}
+    new = {"full_attention": {**scaled, "rope_theta": 1e6}, "sliding_attention": local}
+    old = tiny("olmo3", num_hidden_layers=4, rope_theta=1e6, rope_scaling=scaled)
+    assert old == tiny("olmo3", num_hidden_layers=4, rope_parameters=new)
+    types = [layer.mixer.rope and layer.mixer.rope.type for layer in old.layers]
+    assert types == ["default"] * 3 + ["yarn"]
+
+
 def test_a_window_of_qwen3_moe_is_in_every_layer(tmp_path: Path) -> None:
     model = build("qwen3-moe", use_sliding_window=True, sliding_window=20)
     runner = open_runner(save(model, tmp_path))

@@ -11,12 +11,13 @@ from common.models.fields import Fields
 from common.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 _THETA = 500_000.0
-_WINDOW, _PATTERN = 4096, 4
+_WINDOW, _PATTERN, _CONTEXT = 4096, 4, 2048
 
 
 def from_json(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
-    everywhere, local = read_rope(fields, theta=_THETA, layer_type="full_attention"), _local_rope(fields)
+    everywhere = read_rope(fields, theta=_THETA, layer_type="full_attention")
+    local = _local_rope(fields, everywhere)
     bias, mlp = fields.flag("attention_bias"), read_silu_mlp(fields)
     kinds = [
         "sliding_attention" if (layer + 1) % _PATTERN else "full_attention" for layer in range(fields.size("num_hidden_layers"))
@@ -39,17 +40,12 @@ def from_json(fields: Fields) -> ModelSpec:
     return read_model(fields, "olmo3", layers, names=olmo2.NAMES, rms_eps=1e-5)
 
 
-def _local_rope(fields: Fields) -> RopeSpec:
+def _local_rope(fields: Fields, everywhere: RopeSpec) -> RopeSpec:
     """Files of transformers 4 have one theta for all layers, and a scaling for those without a window."""
     parameters = fields.get("rope_parameters", {})
     if isinstance(parameters, dict) and "sliding_attention" in parameters:
         return read_rope(fields, theta=_THETA, layer_type="sliding_attention")
-    return plain(read_rope(fields, theta=_THETA, layer_type="full_attention"))
-
-
-def plain(rope: RopeSpec) -> RopeSpec:
-    """These positions without their scaling."""
-    return RopeSpec(theta=rope.theta, original_max_context=rope.original_max_context)
+    return RopeSpec(theta=everywhere.theta, original_max_context=fields.size("max_position_embeddings", _CONTEXT))
 
 
 def from_gguf(fields: Fields) -> ModelSpec:
@@ -60,10 +56,11 @@ def from_gguf(fields: Fields) -> ModelSpec:
     if not fields.get("attention.sliding_window"):
         return olmo2.from_gguf(fields)
     everywhere, mlp = gguf_rope(fields), gguf_mlp(fields)
+    local = RopeSpec(theta=everywhere.theta, original_max_context=fields.size("context_length"))
     mixer = gguf_attention(fields, rope=everywhere, qk_norm="projection")
     layers = [
         LayerSpec(
-            mixer=msgspec.structs.replace(mixer, window=one, rope=plain(everywhere) if one else everywhere),
+            mixer=msgspec.structs.replace(mixer, window=one, rope=local if one else everywhere),
             mlp=mlp,
             norms="post",
         )

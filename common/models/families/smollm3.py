@@ -20,6 +20,8 @@ from common.models.spec import LayerSpec, ModelSpec
 _THETA = 2_000_000.0
 _INTERVAL = 4
 """Of layers without positions in GGUF files, which do not say it."""
+_UNREAD = ("max_window_layers", "pretraining_tp")
+"""Keys of the published file that transformers does not read in this family."""
 
 
 def from_json(fields: Fields) -> ModelSpec:
@@ -27,17 +29,20 @@ def from_json(fields: Fields) -> ModelSpec:
 
     :raises ConfigError: if a field is missing, wrong or unknown.
     """
-    rotated, has_window = read_rotated(fields), fields.get("use_sliding_window") and fields.get("sliding_window")
-    kinds = ["sliding_attention" if has_window and not one else "full_attention" for one in rotated]
-    windows = read_windows(fields, kinds, window=fields.size("sliding_window") if has_window else 0)
+    for key in _UNREAD:
+        fields.get(key)
+    rotated, found = read_rotated(fields), fields.get("sliding_window")
+    window = fields.size("sliding_window") if fields.flag("use_sliding_window") and found else 0
+    kinds = ["sliding_attention" if window and not one else "full_attention" for one in rotated]
+    windows = read_windows(fields, kinds, window=window)
     rope, bias = read_rope(fields, theta=_THETA), fields.flag("attention_bias")
     mlp = read_silu_mlp(fields, bias=fields.flag("mlp_bias"))
     layers = [
         LayerSpec(
-            mixer=read_attention(fields, rope if one else None, window=window, qkv_bias=bias, output_bias=bias),
+            mixer=read_attention(fields, rope if turned else None, window=one, qkv_bias=bias, output_bias=bias),
             mlp=mlp,
         )
-        for one, window in zip(rotated, windows, strict=True)
+        for turned, one in zip(rotated, windows, strict=True)
     ]
     return read_model(fields, "smollm3", layers, tied=True)
 
