@@ -74,11 +74,11 @@ def _rotated(x: torch.Tensor, rope: RopeSpec | None, rotations: Rotations) -> to
     if rope is None:
         return x
     cos, sin = rotations[rope]
+    turned = x[..., : rope.dims] if rope.dims else x
     if rope.interleaved:
-        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    if not rope.dims:
-        return apply_rope(x, cos, sin)
-    return torch.cat((apply_rope(x[..., : rope.dims], cos, sin), x[..., rope.dims :]), -1)
+        turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    turned = apply_rope(turned, cos, sin)
+    return torch.cat((turned, x[..., rope.dims :]), -1) if rope.dims else turned
 
 
 def _temperatures(temperature: QueryTemperature, positions: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,11 @@ ModelConfig = ModelSpec
 
 _EDGE_BYTES = 1 << 20
 _NUM_PIECES, _PIECE_BYTES = 256, 1 << 12
-_LONGROPE = ("phi3",)
-"""GGUF architectures that may have it."""
+_TELLING = {
+    "phi3": ("rope_factors_short.weight", "rope_factors_long.weight"),
+    "glm4": ("model.layers.0.self_attn.q_proj.bias",),
+}
+"""Tensors of a GGUF architecture that say what its metadata do not: LongRoPE's factors, and whether there are biases."""
 
 
 def load_config(files: ModelFiles) -> ModelConfig:
@@ -41,7 +44,7 @@ def load_config(files: ModelFiles) -> ModelConfig:
     """
     if files.format == "gguf":
         metadata = read_metadata(files.path)
-        config = config_from_gguf(metadata | _rope_factors(files.path, metadata))
+        config = config_from_gguf(metadata | _told_by_tensors(files.path, metadata))
         weights = [files.path]
     else:
         weights = weight_files(files.path)
@@ -140,13 +143,15 @@ def config_from_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def _rope_factors(path: Path, metadata: Mapping[str, Any]) -> dict[str, list[float]]:
-    """LongRoPE's factors, which are tensors, as further metadata of the architecture."""
-    if (architecture := metadata.get("general.architecture")) not in _LONGROPE:
+def _told_by_tensors(path: Path, metadata: Mapping[str, Any]) -> dict[str, list[float]]:
+    """What tensors alone tell of a model, as further metadata of the architecture."""
+    architecture = metadata.get("general.architecture")
+    names = _TELLING.get(architecture) if isinstance(architecture, str) else None
+    if names is None:
         return {}
     from common.models.weights.gguf_tensors import read_floats  # numpy and the gguf package
 
-    found = read_floats(path, ("rope_factors_short.weight", "rope_factors_long.weight"))
+    found = read_floats(path, names)
     return {f"{architecture}.{name.removesuffix('.weight')}": values for name, values in found.items()}
 
 

@@ -35,12 +35,13 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "smollm3",
+    "glm4",
     "mixtral",
     "qwen3-moe",
     "gpt-oss",
     "llama4",
 )
-ONE_GROUP = ("llama", "mistral", "qwen2", "qwen3", "phi3", "phi3-longrope", "olmo2", "smollm3", "mixtral", "qwen3-moe")
+ONE_GROUP = ("llama", "mistral", "qwen2", "qwen3", "phi3", "phi3-longrope", "olmo2", "smollm3", "glm4", "mixtral", "qwen3-moe")
 BLOCK_TOKENS = 16
 FLAGS = ("--dtype", "float32", "--token-budget", "50", "--num-blocks", "120")
 DECODERS = ("decode-0", "decode-1")

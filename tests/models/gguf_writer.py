@@ -28,12 +28,17 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "smollm3": "smollm3",
+    "glm4": "glm4",
     "gpt_oss": "gpt-oss",
 }
 _SANDWICH = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "pre_feedforward_layernorm.weight": "ffn_norm.weight",
     "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+}
+_AROUND = {
+    "post_self_attn_layernorm.weight": "post_attention_norm.weight",
+    "post_mlp_layernorm.weight": "post_ffw_norm.weight",
 }
 _PARTS = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -140,9 +145,8 @@ def _metadata(config: Any, architecture: str) -> dict[str, Any]:
             found["expert_feed_forward_length"] = config.moe_intermediate_size
         case "gpt-oss":
             found["expert_feed_forward_length"] = config.intermediate_size
-        case "phi3":
-            share = rope.get("partial_rotary_factor", 1.0)
-            found["rope.dimension_count"] = int(share * config.hidden_size) // config.num_attention_heads
+        case "phi3" | "glm4":
+            found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * head)
     if rope["rope_type"] in ("linear", "yarn"):
         found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
@@ -190,6 +194,8 @@ def _name(name: str, architecture: str) -> str:
     parts = _PARTS
     if architecture in ("gemma2", "gemma3", "olmo2"):
         parts = _PARTS | _SANDWICH
+    if architecture == "glm4":
+        parts = _PARTS | _AROUND
     if architecture == "gpt-oss":
         parts = _PARTS | {"post_attention_layernorm.weight": "post_attention_norm.weight"}
     found, new = next((old, new) for old, new in parts.items() if part.startswith(old))

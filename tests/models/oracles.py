@@ -12,6 +12,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
@@ -127,6 +129,7 @@ _olmo3 = _of(
     pad_token_id=0,
     rope_parameters={"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
 )
+_glm4 = _of(Glm4Config, Glm4ForCausalLM, head_dim=32, pad_token_id=0)
 _smollm3 = _of(SmolLM3Config, SmolLM3ForCausalLM, num_hidden_layers=4, pad_token_id=0)
 
 _mixtral = _of(MixtralConfig, MixtralForCausalLM, num_local_experts=4, num_experts_per_tok=2, sliding_window=24)
@@ -192,6 +195,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "phi3-longrope": lambda: _phi3(original_max_position_embeddings=4, rope_parameters=_LONGROPE, sliding_window=30),
     "olmo2": _olmo2,
     "olmo3": _olmo3,
+    "glm4": _glm4,
     "smollm3": _smollm3,
     "smollm3-windows-without-positions": lambda: _smollm3(use_sliding_window=True, sliding_window=24, no_rope_layer_interval=2),
     "mixtral": _mixtral,

@@ -15,7 +15,7 @@ from tests.models.driver import Request, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 
 CLASSES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Phi3")
-CLASSES += ("Olmo2", "Olmo3", "SmolLM3", "Mixtral", "Qwen3Moe", "GptOss", "Llama4Text")
+CLASSES += ("Olmo2", "Olmo3", "SmolLM3", "Glm4", "Mixtral", "Qwen3Moe", "GptOss", "Llama4Text")
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"max_position_embeddings": 512}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

@@ -92,6 +92,7 @@ FAMILIES = [
     "olmo2",
     "olmo3",
     "smollm3",
+    "glm4",
     "mixtral",
     "qwen3-moe",
     "qwen3-moe-weights-as-they-are",

@@ -61,11 +61,11 @@ def test_what_is_not_served_is_refused_with_the_list_of_what_is() -> None:
 
 @pytest.mark.parametrize("family", JSON_FAMILIES)
 def test_a_key_that_nobody_reads_is_an_error_that_names_it(family: str) -> None:
-    tiny(family, pretraining_tp=1, rope_theta=1e4, use_cache=True, unheard_of=None, other=False)
+    tiny(family, full_attn_mod=1, rope_theta=1e4, use_cache=True, unheard_of=None, other=False)
     with pytest.raises(ConfigError, match="attention_sparsity"):
         tiny(family, attention_sparsity=0.5)
-    with pytest.raises(ConfigError, match="pretraining_tp"):
-        tiny(family, pretraining_tp=4)
+    with pytest.raises(ConfigError, match="full_attn_mod"):
+        tiny(family, full_attn_mod=4)
     with pytest.raises(ConfigError, match="mrope_section"):
         tiny(family, rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]})
 

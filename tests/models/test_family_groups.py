@@ -39,6 +39,7 @@ KEPT = {
     "llama4": [KEEP_ALL, CHUNK],
     "olmo3": [KEEP_ALL, WINDOW],
     "smollm3": [KEEP_ALL],
+    "glm4": [KEEP_ALL],
     "phi3": [KEEP_ALL],
     "phi3-longrope": [Retention(window=30)],
     "qwen2-windows-in-last-layers": [KEEP_ALL, Retention(window=20)],

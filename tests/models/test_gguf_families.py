@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "olmo2": ("olmo2", {}, {}),
     "olmo3": ("olmo3", {}, {}),
     "smollm3": ("smollm3", {}, {}),
+    "glm4": ("glm4", {}, {}),
+    "glm4-without-biases": ("glm4", {"attention_bias": False}, {}),
     "mixtral": ("mixtral", {}, {}),
     "qwen3-moe": ("qwen3-moe", {"mlp_only_layers": []}, {}),
     "gpt-oss": ("gpt-oss", {"swiglu_limit": 7.0}, {}),

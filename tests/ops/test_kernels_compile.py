@@ -189,6 +189,7 @@ CASES = [
     _qkv_rope("gpt-oss-split", 64, 8, 64, splits=4, biased=True),
     _qkv_rope("phi-4-mini", 24, 8, 128, rotated=96),
     _qkv_rope("llama-4", 40, 8, 128, interleaved=True),
+    _qkv_rope("glm-4", 32, 2, 128, rotated=64, interleaved=True),
     _qkv_rope("llama-4-nope", 40, 8, 128, rotated=0, tempered=True),
     _qkv_rope("biased", 28, 4, 128, biased=True),
     _qkv_rope("80", 8, 8, 80, splits=2),

@@ -140,6 +140,21 @@ def read_windows(fields: Fields, default: list[str], *, window: int) -> list[int
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
+def read_rotated_dims(fields: Fields, head_dim: int, share: float = 1.0) -> int:
+    """Return how many leading dimensions of a head are rotated, 0 for all. share: the family's default.
+
+    :raises ConfigError: if nothing is left to rotate.
+    """
+    parameters = fields.get("rope_parameters", fields.get("rope_scaling", {}))
+    share = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor", share))
+    dims = int(head_dim * share)
+    if not dims:
+        raise ConfigError(
+            f"partial_rotary_factor {share:g} in {fields.where} leaves nothing of {head_dim} dimensions to rotate"
+        )
+    return dims % head_dim
+
+
 def read_rotated(fields: Fields) -> list[bool]:
     """Return which layers have positions: all but every fourth, unless the file says otherwise."""
     num_layers, interval = fields.size("num_hidden_layers"), fields.size("no_rope_layer_interval", 4)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from common.models.families import (
     gemma2,
     gemma3,
+    glm4,
     gpt_oss,
     llama,
     llama4,
@@ -38,6 +39,7 @@ JSON_FAMILIES: dict[str, Reader] = {
     "olmo2": olmo2.from_json,
     "olmo3": olmo3.from_json,
     "smollm3": smollm3.from_json,
+    "glm4": glm4.from_json,
     "mixtral": mixtral.from_json,
     "qwen3_moe": qwen3_moe.from_json,
     "gpt_oss": gpt_oss.from_json,
@@ -55,6 +57,7 @@ GGUF_FAMILIES: dict[str, Reader] = {
     "phi3": phi3.from_gguf,
     "olmo2": olmo3.from_gguf,
     "smollm3": smollm3.from_gguf,
+    "glm4": glm4.from_gguf,
     "gpt-oss": gpt_oss.from_gguf,
 }
 """`general.architecture` of GGUF metadata."""

@@ -59,10 +59,10 @@ def qkv_rope_reference(
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, form: HeadForm) -> torch.Tensor:
     """x: [rows, heads, head_dim]; cos, sin: [rows, 1, rotated / 2]."""
-    if form.interleaved:
-        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    if form.interleaved:
+        first, second = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 

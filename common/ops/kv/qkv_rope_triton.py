@@ -66,13 +66,13 @@ def _pairs(columns, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: 
     Behind what is rotated lie pairs that are not. Interleaved pairs are read as such and written as halves (IS_TARGET).
     """
     HALF: tl.constexpr = HEAD_DIM // 2
-    place, apart = columns, HALF
+    PAIRS: tl.constexpr = ROTATED // 2
+    place, apart = columns, PAIRS if ROTATED > 0 else HALF
     if INTERLEAVED and not IS_TARGET:
         place, apart = columns * 2, 1
-    elif ROTATED > 0 and ROTATED < HEAD_DIM:
-        PAIRS: tl.constexpr = ROTATED // 2
+    if ROTATED > 0 and ROTATED < HEAD_DIM:
         turned = columns < PAIRS
-        place, apart = tl.where(turned, columns, columns + PAIRS), tl.where(turned, PAIRS, HALF - PAIRS)
+        place, apart = tl.where(turned, place, columns + PAIRS), tl.where(turned, apart, HALF - PAIRS)
     return place, apart
 
 
@@ -154,7 +154,7 @@ def qkv_rope_kernel(
     source, source_apart = _pairs(columns, HEAD_DIM, ROTATED, INTERLEAVED, IS_TARGET=False)
     target, apart = _pairs(columns, HEAD_DIM, ROTATED, INTERLEAVED, IS_TARGET=True)
     if INTERLEAVED:  # V is as it is
-        source, source_apart = tl.where(is_value, columns, source), tl.where(is_value, HALF, source_apart)
+        source, source_apart = tl.where(is_value, target, source), tl.where(is_value, apart, source_apart)
     inside = heads[:, None] * HEAD_DIM + target
     offsets = (base + heads[:, None]) * HEAD_DIM + source
 
