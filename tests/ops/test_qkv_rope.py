@@ -299,6 +299,7 @@ def test_no_rows_are_no_work() -> None:
         ({"rotated": 7}, "even part"),
         ({"rotated": 34}, "even part"),
         ({"rotated": 0}, "0 dimensions"),
+        ({"rope": None, "rotated": 0, "interleaved": True}, "interleaved dimensions are rotated"),
         ({"rope": None}, "32 dimensions"),
         ({"bias": torch.zeros(32)}, "bias"),
         ({"layer": 3}, "layers below"),

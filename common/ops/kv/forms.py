@@ -51,6 +51,8 @@ class HeadForm:
         rotated = self.num_rotated(head_dim)
         if head_dim % 2 or not 0 <= rotated <= head_dim or rotated % 2:
             raise ValueError(f"an even part of an even head is rotated, not {rotated} of {head_dim} dimensions")
+        if self.interleaved and not rotated:
+            raise ValueError("interleaved dimensions are rotated")
 
 
 @dataclass(frozen=True, slots=True)
