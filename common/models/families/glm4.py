@@ -27,8 +27,9 @@ _BIAS = "model.layers.0.self_attn.q_proj.bias"
 def from_json(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
     mixer = read_attention(fields, None, head_dim=_HEAD_DIM, qkv_bias=fields.flag("attention_bias", True))
+    rope = read_rope(fields, partial=True)  # checks what is read once more for the dimensions
     dims = read_rotated_dims(fields, mixer.head_dim, _ROTATED)
-    rope = msgspec.structs.replace(read_rope(fields, partial=True), dims=dims, interleaved=True)
+    rope = msgspec.structs.replace(rope, dims=dims, interleaved=True)
     layer = LayerSpec(mixer=msgspec.structs.replace(mixer, rope=rope), mlp=read_silu_mlp(fields), norms="sandwich")
     layers = [layer] * fields.size("num_hidden_layers")
     return read_model(fields, "glm4", layers, names=_NAMES, rms_eps=1.5625e-7)
