@@ -71,6 +71,8 @@ _MOST_CHANGE = 1.25
 """How many times as much, or as little, a further token is taken to cost after one step."""
 _LEAST_FURTHER = 0.25
 """Of what a token of a part takes on average, what a further one is taken to cost at least."""
+_LEAST_FURTHER_S = 1e-9
+"""What a further token is taken to cost at least, however many parts add nothing."""
 _MAX_TIMES_PREDICTED = 2.0
 """A step with a part is counted as at most so many times its predicted duration."""
 _FURTHER = 0.7
@@ -106,7 +108,7 @@ class PromptBudget:
     @property
     def token_s(self) -> float:
         """What a further token of a prompt adds to a step; 0: unknown."""
-        return self._further_s or self._alone.token_s or self._short.token_s
+        return self._further_s or self._short.token_s
 
     def observe(self, *, rows: int, prompt_tokens: int, seconds: float) -> None:
         """A step of so many decoding rows and tokens of prompts took so long."""
@@ -138,7 +140,7 @@ class PromptBudget:
             more, took_s = tokens - self._last[0], added_s - self._last[1]
             learnt = self._further_s + more * (took_s - more * self._further_s) / (more**2 + GRAIN_TOKENS**2)
             bound = min(max(learnt, self._further_s / _MOST_CHANGE), self._further_s * _MOST_CHANGE)
-            self._further_s = max(bound, _LEAST_FURTHER * added_s / tokens)
+            self._further_s = max(bound, _LEAST_FURTHER * added_s / tokens, _LEAST_FURTHER_S)
         self._last = (tokens, added_s) if is_likely else None
 
     def limit(self, rows: int, budget: int, needed_per_s: float = math.inf) -> int:

@@ -146,6 +146,16 @@ def test_after_short_parts_as_many_tokens_a_second_are_promised_as_after_long_on
     assert per_s(engine) == pytest.approx(promised, rel=0.1)
 
 
+def test_parts_that_cost_nothing_for_long_are_of_the_budget() -> None:
+    engine = Engine(0.005, 25e-6)
+    engine.settle()
+    engine.token_s = 0.0
+    for turn in range(4000):
+        engine.step(8, 64 + turn % 2 * 448)
+    assert 0 < engine.budget.limit(8, 8192) <= 8192
+    assert per_s(engine) > 0
+
+
 def test_how_fast_prompts_are_needed() -> None:
     prompts = [sequence(f"r{n}", list(range(1, 30 + n))) for n in range(3)]
 

@@ -28,15 +28,16 @@ def read_rope(
     theta: float = 10_000.0,
     kinds: Collection[RopeType] = SCALED,
     layer_type: str = "",
-    partial: bool = False,
+    head_dim: int = 0,
+    share: float = 1.0,
     default: Mapping[str, Any] = MappingProxyType({}),
 ) -> RopeSpec:
     """Return the rotary positions: transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`.
 
-    layer_type: key of the layers' own parameters within `rope_parameters`. partial: a part of the head may be rotated.
-    default: the family's parameters, where the files have none.
+    layer_type: key of the layers' own parameters within `rope_parameters`. head_dim: given where a part of the head may be
+    rotated; share: how much of it, where the files say nothing. default: the family's parameters, where the files have none.
 
-    :raises ConfigError: for a type that is not among `kinds`, or a parameter that nobody reads.
+    :raises ConfigError: for a type that is not among `kinds`, a parameter that nobody reads, or a part without a dimension.
     """
     old: dict[str, Any] = fields.get("rope_scaling", {})
     found: Mapping[str, Any] = fields.get("rope_parameters", default if old == {} else old)
@@ -51,15 +52,21 @@ def read_rope(
     kind = _ROPE_TYPES.get(named) if isinstance(named, str) else None
     if kind is None or kind not in kinds:
         raise ConfigError(f"rope type {named!r} is not supported; supported are {', '.join(kinds)}")
-    share = get.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", 1.0))
-    if share > 1.0 or (share != 1.0 and not partial):
+    share = get.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", share))
+    if share > 1.0 or (share != 1.0 and not head_dim):
         raise ConfigError("rotary embedding over a part of the head is not supported for this family")
+    dims = int(head_dim * share)
+    if head_dim and not dims:
+        raise ConfigError(
+            f"partial_rotary_factor {share:g} in {fields.where} leaves nothing of {head_dim} dimensions to rotate"
+        )
     context = fields.size("max_position_embeddings", _DEFAULT_CONTEXT)
     if kind in _STRETCHING and get.get("factor") is None:
         raise ConfigError(f"rope type {named!r} in {fields.where} has no factor")
     rope = RopeSpec(
         type=kind,
         theta=get.positive("rope_theta", fields.positive("rope_theta", theta)),
+        dims=dims if dims < head_dim else 0,
         factor=get.positive("factor", 1.0),
         low_freq_factor=get.positive("low_freq_factor", 1.0),
         high_freq_factor=get.positive("high_freq_factor", 4.0),
@@ -140,29 +147,15 @@ def read_windows(fields: Fields, default: list[str], *, window: int) -> list[int
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def read_rotated_dims(fields: Fields, head_dim: int, share: float = 1.0) -> int:
-    """Return how many leading dimensions of a head are rotated, 0 for all. share: the family's default.
-
-    :raises ConfigError: if nothing is left to rotate.
-    """
-    parameters = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    share = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor", share))
-    dims = int(head_dim * share)
-    if not dims:
-        raise ConfigError(
-            f"partial_rotary_factor {share:g} in {fields.where} leaves nothing of {head_dim} dimensions to rotate"
-        )
-    return dims % head_dim
-
-
 def read_rotated(fields: Fields) -> list[bool]:
     """Return which layers have positions: all but every fourth, unless the file says otherwise."""
     num_layers, interval = fields.size("num_hidden_layers"), fields.size("no_rope_layer_interval", 4)
-    rotated = fields.per_layer("no_rope_layers", num_layers, rotated_but_every(interval, num_layers))
+    rotated = fields.per_layer("no_rope_layers", num_layers, all_but_every(interval, num_layers))
     return [bool(one) for one in rotated]  # 1 where there is rope
 
 
-def rotated_but_every(interval: int, num_layers: int) -> list[bool]:
+def all_but_every(interval: int, num_layers: int) -> list[bool]:
+    """Return of each layer whether it is another than the last of `interval` layers."""
     return [bool((layer + 1) % interval) for layer in range(num_layers)]
 
 

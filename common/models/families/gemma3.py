@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.models.families.common import read_rope, read_windows
+from common.models.families.common import all_but_every, read_rope, read_windows
 from common.models.families.gemma2 import (
     gemma_attention,
     gemma_layer,
@@ -31,7 +31,7 @@ def from_json(fields: Fields) -> ModelSpec:
     local = _local_rope(fields)
     pattern = fields.size("_sliding_window_pattern", fields.size("sliding_window_pattern", _PATTERN))
     kinds = [
-        "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(fields.size("num_hidden_layers"))
+        "sliding_attention" if one else "full_attention" for one in all_but_every(pattern, fields.size("num_hidden_layers"))
     ]
     windows = read_windows(fields, kinds, window=fields.size("sliding_window", _WINDOW))
     layers = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from common.models.families.common import check_yarn, extended_context
+from common.models.families.common import all_but_every, check_yarn, extended_context
 from common.models.families.harmless import GGUF, GGUF_DEFAULTS
 from common.models.fields import Fields
 from common.models.spec import (
@@ -77,7 +77,7 @@ def gguf_windows(fields: Fields, period: int, default: int = 0) -> list[int]:
         local = [bool(one) for one in fields.per_layer("attention.sliding_window_pattern", layers, pattern)]
     else:
         period = fields.size("attention.sliding_window_pattern", period)
-        local = [bool((layer + 1) % period) for layer in range(layers)]
+        local = all_but_every(period, layers)
     return [window if one else 0 for one in local]
 
 

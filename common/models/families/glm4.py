@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.models.families.common import read_attention, read_model, read_rope, read_rotated_dims, read_silu_mlp
+from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
 from common.models.families.gguf import SANDWICH_NORMS, gguf_attention, gguf_mlp, gguf_model
 from common.models.fields import Fields
 from common.models.spec import LayerNames, LayerSpec, ModelSpec, WeightNames
@@ -27,9 +27,8 @@ _BIAS = "model.layers.0.self_attn.q_proj.bias"
 def from_json(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
     mixer = read_attention(fields, None, head_dim=_HEAD_DIM, qkv_bias=fields.flag("attention_bias", True))
-    rope = read_rope(fields, partial=True)  # checks what is read once more for the dimensions
-    dims = read_rotated_dims(fields, mixer.head_dim, _ROTATED)
-    rope = msgspec.structs.replace(rope, dims=dims, interleaved=True)
+    rope = read_rope(fields, head_dim=mixer.head_dim, share=_ROTATED)
+    rope = msgspec.structs.replace(rope, interleaved=True)
     layer = LayerSpec(mixer=msgspec.structs.replace(mixer, rope=rope), mlp=read_silu_mlp(fields), norms="sandwich")
     layers = [layer] * fields.size("num_hidden_layers")
     return read_model(fields, "glm4", layers, names=_NAMES, rms_eps=1.5625e-7)

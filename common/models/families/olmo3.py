@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from common.models.families import olmo2
-from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp, read_windows
+from common.models.families.common import all_but_every, read_attention, read_model, read_rope, read_silu_mlp, read_windows
 from common.models.families.gguf import POST_NORMS, gguf_attention, gguf_mlp, gguf_model, gguf_rope, gguf_windows
 from common.models.fields import Fields
 from common.models.spec import LayerSpec, ModelSpec, RopeSpec
@@ -20,7 +20,7 @@ def from_json(fields: Fields) -> ModelSpec:
     local = _local_rope(fields, everywhere)
     bias, mlp = fields.flag("attention_bias"), read_silu_mlp(fields)
     kinds = [
-        "sliding_attention" if (layer + 1) % _PATTERN else "full_attention" for layer in range(fields.size("num_hidden_layers"))
+        "sliding_attention" if one else "full_attention" for one in all_but_every(_PATTERN, fields.size("num_hidden_layers"))
     ]
     layers = [
         LayerSpec(

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from common.models.families.common import SCALED, read_attention, read_model, read_rope, read_rotated_dims, read_silu_mlp
+from common.models.families.common import SCALED, read_attention, read_model, read_rope, read_silu_mlp
 from common.models.families.gguf import gguf_attention, gguf_mlp, gguf_model, gguf_rope
 from common.models.fields import Fields
 from common.models.spec import LayerNames, LayerSpec, ModelSpec, RopeSpec, WeightNames
@@ -27,9 +27,8 @@ def from_json(fields: Fields) -> ModelSpec:
 
 
 def _rope(fields: Fields, head_dim: int) -> RopeSpec:
-    rope = read_rope(fields, kinds=(*SCALED, "longrope"), partial=True)
+    rope = read_rope(fields, kinds=(*SCALED, "longrope"), head_dim=head_dim)
     parameters = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    rope = msgspec.structs.replace(rope, dims=read_rotated_dims(fields, head_dim))
     original = fields.get("original_max_position_embeddings")
     if rope.type != "longrope":
         return rope

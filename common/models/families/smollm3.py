@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from common.models.families.common import (
+    all_but_every,
     read_attention,
     read_model,
     read_rope,
     read_rotated,
     read_silu_mlp,
     read_windows,
-    rotated_but_every,
 )
 from common.models.families.gguf import PAIRED, gguf_attention, gguf_mlp, gguf_model
 from common.models.fields import Fields
@@ -52,6 +52,6 @@ def from_gguf(fields: Fields) -> ModelSpec:
     mixer, mlp = gguf_attention(fields), gguf_mlp(fields)
     layers = [
         LayerSpec(mixer=mixer if one else msgspec.structs.replace(mixer, rope=None), mlp=mlp)
-        for one in rotated_but_every(_INTERVAL, fields.size("block_count"))
+        for one in all_but_every(_INTERVAL, fields.size("block_count"))
     ]
     return gguf_model(fields, "smollm3", layers, names=PAIRED)
