@@ -6,9 +6,8 @@
 What a part adds is not proportional to its tokens. With the first ones kernels for a few rows give way to those for many, or
 they are computed while the weights are read, and cost nothing. The usual part is the average of the latest steps of about the
 planned size; what it adds takes up what the first term misses: rows that came, or whose contexts grew, since the last step
-without a prompt. What a further token costs is learnt from parts of different sizes that follow one another, and from long
-prompts that are computed alone. Before that a short prompt computed alone says it, without what reading the weights takes.
-That may be too little: a part therefore has at most twice the tokens of the usual one.
+without a prompt. What a further token costs is measured (`further_cost.py`). At first that may be too little: a part therefore
+has at most twice the tokens of the usual one.
 
 Prompt throughput beside rows is predicted with the same formula: the part that fills the objective, divided by the step that
 it would make, however short the parts are that have been needed of late. The prediction follows the decoding rows even while no
@@ -35,8 +34,8 @@ import math
 from collections.abc import Callable, Collection
 
 from common.engine.sequence import Sequence
-from common.engine.speeds import TokenRate
 from common.protocol.capacity import WINDOW_MS, Capacity
+from services.decode.further_cost import FurtherCost
 
 LEAST_TOKENS = 64
 GRAIN_TOKENS = 128
@@ -56,29 +55,15 @@ _BUSY = 0.5
 """From this share on, prompts are computed as fast as the objective lets: the next one is likely to come soon."""
 _NEAR = 0.8
 """Of the objective, up to which rows alone leave it within reach."""
-_HORIZON_TOKENS = 4096
 _STEP_WEIGHT = 0.2
 _PART_WEIGHT = 0.2
-_SHORT_TOKENS = 512
-"""A prompt with fewer tokens is short: reading the weights, as in a step of rows alone, is a large share of its step."""
-_LEAST_SHARE = 0.25
-"""The share of a short prompt's step that its tokens are taken to cost at least."""
 _STRIDE = 2.0
 """A part has at most so many times the tokens of the usual one, whose time says little of much longer ones."""
-_ALONE_WEIGHT = 0.3
-"""Of a step of prompts alone, in what a further token is taken to cost."""
-_MOST_CHANGE = 1.25
-"""How many times as much, or as little, a further token is taken to cost after one step."""
-_LEAST_FURTHER = 0.25
-"""Of what a token of a part takes on average, what a further one is taken to cost at least."""
-_LEAST_FURTHER_S = 1e-9
-"""What a further token is taken to cost at least, however many parts add nothing."""
 _MAX_TIMES_PREDICTED = 2.0
 """A step with a part is counted as at most so many times its predicted duration."""
-_FURTHER = 0.7
-"""Of what a token of the first part takes, what a further one is taken to cost where no prompt has been computed alone. Also
-the least that a token of a part is predicted to cost, as a share of `token_s`: decoding rows are bound by memory bandwidth, so
-a part beside them can be cheaper by the token than a prompt alone."""
+_LEAST_SHARE = 0.7
+"""The least that a token of a part is predicted to cost, as a share of a further token's cost: decoding rows are bound by memory
+bandwidth, so a part beside them can be cheaper by the token than a prompt alone."""
 
 
 class PromptBudget:
@@ -90,16 +75,7 @@ class PromptBudget:
         """Of decoding rows alone; 0: unknown."""
         self._usual_tokens, self._usual_s = 0.0, 0.0
         """Of the usual part, and what it adds to a step of rows."""
-        self._more = TokenRate(_HORIZON_TOKENS)
-        """Of what parts add to steps of rows."""
-        self._alone = TokenRate(_HORIZON_TOKENS)
-        """Of steps that compute prompts and no rows, and at least `_SHORT_TOKENS` tokens."""
-        self._short = TokenRate(_HORIZON_TOKENS)
-        """Of those with fewer, without what reading the weights takes."""
-        self._further_s = 0.0
-        """What a further token adds to a step of rows with a part; 0: unknown."""
-        self._last: tuple[int, float] | None = None
-        """Tokens of the last part beside rows, and what it added; None if that was more than twice what was predicted."""
+        self._further = FurtherCost()
         self._busy = 0.0
         """The share of the latest steps' time that went into steps with prompts."""
         self._planned = 0
@@ -108,7 +84,7 @@ class PromptBudget:
     @property
     def token_s(self) -> float:
         """What a further token of a prompt adds to a step; 0: unknown."""
-        return self._further_s or self._short.token_s
+        return self._further.token_s
 
     def observe(self, *, rows: int, prompt_tokens: int, seconds: float) -> None:
         """A step of so many decoding rows and tokens of prompts took so long."""
@@ -117,31 +93,15 @@ class PromptBudget:
             is_predicted = self._usual_tokens and self.token_s
             max_s = _MAX_TIMES_PREDICTED * self._predicted_s(prompt_tokens) if is_predicted else math.inf
             added_s = min(seconds, max_s) - self.step_s
-            self._more.measure(prompt_tokens, max(0.0, added_s))
-            self._learn_further(prompt_tokens, added_s, seconds <= max_s)
+            self._further.observe_part(prompt_tokens, added_s, is_likely=0 < self.step_s and seconds <= max_s)
             if 2 * prompt_tokens >= self._planned or seconds > self.objective_s:  # a prompt's end says little of whole parts
                 weight = _PART_WEIGHT if self._usual_tokens else 1.0
                 self._usual_tokens += weight * (prompt_tokens - self._usual_tokens)
                 self._usual_s += weight * (added_s - self._usual_s)
         elif prompt_tokens:
-            if prompt_tokens < _SHORT_TOKENS:
-                self._short.measure(prompt_tokens, max(seconds - self.step_s, _LEAST_SHARE * seconds))
-            else:
-                self._alone.measure(prompt_tokens, seconds)
-                self._further_s += (_ALONE_WEIGHT if self._further_s else 1.0) * (seconds / prompt_tokens - self._further_s)
+            self._further.observe_alone(prompt_tokens, seconds, self.step_s)
         else:
             self.step_s += (_STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)
-
-    def _learn_further(self, tokens: int, added_s: float, is_likely: bool) -> None:
-        """A part of `tokens` tokens added `added_s`: the more its size differs from the last one's, the more that says."""
-        if not self._further_s:
-            self._further_s = self._short.token_s or _FURTHER * max(0.0, added_s) / tokens
-        elif self._last and is_likely:
-            more, took_s = tokens - self._last[0], added_s - self._last[1]
-            learnt = self._further_s + more * (took_s - more * self._further_s) / (more**2 + GRAIN_TOKENS**2)
-            bound = min(max(learnt, self._further_s / _MOST_CHANGE), self._further_s * _MOST_CHANGE)
-            self._further_s = max(bound, _LEAST_FURTHER * added_s / tokens, _LEAST_FURTHER_S)
-        self._last = (tokens, added_s) if is_likely else None
 
     def limit(self, rows: int, budget: int, needed_per_s: float = math.inf) -> int:
         """Return how many prompt tokens a step with so many decoding rows may compute, `budget` at most.
@@ -216,11 +176,11 @@ class PromptBudget:
     def _per_s(self, rows: int, budget: int) -> float:
         """Return how many tokens of prompts a second are computed beside so many rows; 0: unknown."""
         if not rows:
-            return self._alone.per_s or self._short.per_s or self._more.per_s
+            return self._further.alone.per_s or self._further.short.per_s or self._further.beside.per_s
         if not self.token_s:
             return 0.0
         part = min(budget, self._expected_part(rows) if self.objective_s else budget)
-        return part / max(self._predicted_s(part), _FURTHER * part * self.token_s)
+        return part / max(self._predicted_s(part), _LEAST_SHARE * part * self.token_s)
 
 
 def needed_rate(prompts: Collection[Sequence], now: float, remaining: Callable[[Sequence], float]) -> float:

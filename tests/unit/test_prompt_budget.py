@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 
 import msgspec
 import pytest
@@ -350,3 +352,34 @@ def test_whatever_steps_take_what_it_says_is_within_reason(steps: list[tuple[int
             assert said.prompt_tokens >= 0
             assert not beside or not budget.token_s or said.prompt_tokens_per_s <= 1.5 / budget.token_s
             assert 0 < budget.limit(beside, 8192) <= 8192
+
+
+def added_ms(tokens: int, draws: random.Random) -> float:
+    """What a part adds to a step of an 8B model on an H200, as measured: little at first, and now and then 5 ms more."""
+    measured = [(0, 1.2), (64, 2.0), (128, 2.6), (254, 5.0), (383, 7.0), (506, 11.4), (634, 17.5), (2048, 52.0)]
+    (below, least), (above, most) = next(pair for pair in itertools.pairwise(measured) if tokens <= pair[1][0])
+    typical = least + (most - least) * (tokens - below) / (above - below)
+    return typical * draws.uniform(0.85, 1.2) + 5.0 * (draws.random() < 0.07)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("alone_first", [False, True])
+def test_nothing_that_parts_take_keeps_a_worker_from_computing_prompts(alone_first: bool, seed: int) -> None:
+    """Their sizes and times scatter, and ends of prompts are of any size, down to one token."""
+    draws, budget = random.Random(seed), PromptBudget(0.02)
+    for _ in range(8):
+        budget.observe(rows=1, prompt_tokens=0, seconds=0.0045)
+        budget.observe(rows=0, prompt_tokens=2048 if alone_first else 128, seconds=0.0495 if alone_first else 0.0072)
+    promised: list[float] = []
+    for _ in range(300):
+        left, needed_per_s, rows_ms = 8192 - draws.randrange(64), draws.choice([8e3, 15e3, 25e3, math.inf]), draws.uniform(4, 8)
+        while left > 0:
+            part = min(left, budget.limit(6, 8192, needed_per_s))
+            budget.observe(rows=6, prompt_tokens=part, seconds=(rows_ms + added_ms(part, draws)) / 1000)
+            left -= part
+        budget.observe(rows=6, prompt_tokens=draws.randrange(1, 6), seconds=(rows_ms + 1.7) / 1000)
+        for _ in range(10):
+            budget.observe(rows=6, prompt_tokens=0, seconds=rows_ms / 1000)
+        promised.append(budget.capacity(6, budget=8192, backlog_tokens=0, places=1).prompt_tokens_per_s)
+    assert sorted(promised)[15] > 18_000, "by such parts it is 22,000 to 30,000"
+    assert min(promised[1:]) > 12_000

@@ -1,0 +1,88 @@
+"""What one more prompt token adds to a step of decoding rows. Pure.
+
+Parts of prompts that follow one another are compared: their rows and contexts are nearly the same, so how they differ in size
+and in time says what a token costs. The latest such differences are fitted by least squares and drawn toward an estimate
+that does not depend on them: what a token costs in long prompts that are computed alone, by the same kernels. Until there was
+one, it is what a token of short prompts costs, or of parts on average.
+
+A single measurement must not decide. A worker that takes tokens to be expensive says that it computes few, and is sent no
+prompt whose time would correct that. The end of a prompt is often a few tokens long: one of 2 that took 1.7 ms longer than
+rows alone once made a token of 25 µs look like one of 215, and a worker compute no prompts for the rest of a run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.engine.speeds import TokenRate
+
+SHORT_TOKENS = 512
+"""A prompt with fewer tokens is short: reading the weights, as in a step of rows alone, is a large share of its step."""
+_HORIZON_TOKENS = 4096
+_LEAST_SHARE = 0.25
+"""The share of a short prompt's step that its tokens are taken to cost at least."""
+_PART_SHARE = 0.7
+"""Of what a token of a part takes on average, what a further one is taken to cost until a prompt has been computed alone."""
+_LEAST_PART = 64
+"""Smaller parts are not compared: other kernels compute them."""
+_SCALE = 128.0
+"""Tokens by which sizes typically differ."""
+_KEPT = 0.9
+"""Of the weight of earlier differences, with each new one of `_SCALE` tokens or more: about the latest ten count."""
+_LEAST_TIMES = 0.25
+
+
+class _Trust(NamedTuple):
+    """In an estimate. weight: as many differences of `_SCALE` tokens weigh as much. most: times the estimate that a token is taken
+    to cost at most; the least is `_LEAST_TIMES` it."""
+
+    weight: float
+    most: float
+
+
+_ALONE, _OTHER = _Trust(4.0, 2.0), _Trust(0.2, 4.0)
+"""Of long prompts computed alone, and of anything else."""
+
+
+class FurtherCost:
+    def __init__(self) -> None:
+        self.alone = TokenRate(_HORIZON_TOKENS)
+        """Of steps that compute prompts and no rows, and at least `SHORT_TOKENS` tokens."""
+        self.short = TokenRate(_HORIZON_TOKENS)
+        """Of those with fewer, without what reading the weights takes."""
+        self.beside = TokenRate(_HORIZON_TOKENS)
+        """Of what parts add to steps of rows."""
+        self._first_s = 0.0
+        self._last: tuple[int, float] | None = None
+        self._squares = self._products = 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds; 0: unknown."""
+        alone_s = self.alone.token_s
+        parts_s = self.short.token_s or _PART_SHARE * (self.beside.token_s or self._first_s)
+        estimate_s, trust = (alone_s, _ALONE) if alone_s else (parts_s, _OTHER)
+        fitted_s = (self._products + trust.weight * estimate_s) / (self._squares + trust.weight)
+        return min(max(fitted_s, _LEAST_TIMES * estimate_s), trust.most * estimate_s)
+
+    def observe_alone(self, tokens: int, seconds: float, rows_s: float) -> None:
+        """A step computed so many tokens of prompts and no rows. rows_s: what a step of rows alone takes."""
+        if tokens < SHORT_TOKENS:
+            self.short.measure(tokens, max(seconds - rows_s, _LEAST_SHARE * seconds))
+        else:
+            self.alone.measure(tokens, seconds)
+
+    def observe_part(self, tokens: int, added_s: float, *, is_likely: bool) -> None:
+        """A part of so many tokens made a step of rows so much longer. is_likely: what a step of rows takes is known, and this one
+        took about what was predicted."""
+        self.beside.measure(tokens, max(0.0, added_s))
+        self._first_s = self._first_s or max(0.0, added_s) / tokens
+        if not is_likely or tokens < _LEAST_PART:
+            self._last = None
+            return
+        if self._last:
+            more, took_s = (tokens - self._last[0]) / _SCALE, added_s - self._last[1]
+            kept = _KEPT ** min(1.0, more**2)
+            self._squares = kept * self._squares + more**2
+            self._products = kept * self._products + more * took_s / _SCALE
+        self._last = tokens, added_s
