@@ -1,8 +1,8 @@
 """What one more prompt token adds to a step of decoding rows. Pure.
 
 Parts of prompts that follow one another are compared: their rows and contexts are nearly the same, so how they differ in size
-and in time says what a token costs. The latest such differences are fitted by least squares and drawn toward an estimate
-that does not depend on them: what a token costs in long prompts that are computed alone, by the same kernels. Until there was
+and in time says what a token costs. The latest such differences are fitted by least squares and drawn toward an estimate that
+does not depend on them: what a token costs in long prompts that are computed alone, by the same kernels. Until there was
 one, it is what a token of short prompts costs, or of parts on average.
 
 A single measurement must not decide. A worker that takes tokens to be expensive says that it computes few, and is sent no
@@ -29,19 +29,20 @@ _SCALE = 128.0
 """Tokens by which sizes typically differ."""
 _KEPT = 0.9
 """Of the weight of earlier differences, with each new one of `_SCALE` tokens or more: about the latest ten count."""
-_LEAST_TIMES = 0.25
 
 
 class _Trust(NamedTuple):
-    """In an estimate. weight: as many differences of `_SCALE` tokens weigh as much. most: times the estimate that a token is taken
-    to cost at most; the least is `_LEAST_TIMES` it."""
+    """In an estimate. weight: as many differences of `_SCALE` tokens weigh as much. least, most: a token is taken to cost
+    between these times the estimate."""
 
     weight: float
+    least: float
     most: float
 
 
-_ALONE, _OTHER = _Trust(4.0, 2.0), _Trust(0.2, 4.0)
-"""Of long prompts computed alone, and of anything else."""
+_ALONE, _SHORT, _PARTS = _Trust(4.0, 1.0, 2.0), _Trust(0.2, 1.0, 4.0), _Trust(0.2, 0.25, 4.0)
+"""Of long prompts computed alone, of short ones, and of parts on average. Not less than a prompt alone: small parts are
+computed while weights are read, and differ by less, which larger ones would not."""
 
 
 class FurtherCost:
@@ -59,11 +60,14 @@ class FurtherCost:
     @property
     def token_s(self) -> float:
         """Seconds; 0: unknown."""
-        alone_s = self.alone.token_s
-        parts_s = self.short.token_s or _PART_SHARE * (self.beside.token_s or self._first_s)
-        estimate_s, trust = (alone_s, _ALONE) if alone_s else (parts_s, _OTHER)
+        if estimate_s := self.alone.token_s:
+            trust = _ALONE
+        elif estimate_s := self.short.token_s:
+            trust = _SHORT
+        else:
+            estimate_s, trust = _PART_SHARE * (self.beside.token_s or self._first_s), _PARTS
         fitted_s = (self._products + trust.weight * estimate_s) / (self._squares + trust.weight)
-        return min(max(fitted_s, _LEAST_TIMES * estimate_s), trust.most * estimate_s)
+        return min(max(fitted_s, trust.least * estimate_s), trust.most * estimate_s)
 
     def observe_alone(self, tokens: int, seconds: float, rows_s: float) -> None:
         """A step computed so many tokens of prompts and no rows. rows_s: what a step of rows alone takes."""
@@ -73,8 +77,8 @@ class FurtherCost:
             self.alone.measure(tokens, seconds)
 
     def observe_part(self, tokens: int, added_s: float, *, is_likely: bool) -> None:
-        """A part of so many tokens made a step of rows so much longer. is_likely: what a step of rows takes is known, and this one
-        took about what was predicted."""
+        """A part of so many tokens made a step of rows so much longer. is_likely: what a step of rows takes is known, and this
+        one took about what was predicted."""
         self.beside.measure(tokens, max(0.0, added_s))
         self._first_s = self._first_s or max(0.0, added_s) / tokens
         if not is_likely or tokens < _LEAST_PART:

@@ -51,7 +51,7 @@ _HASTE = 1.25
 """Prompts are computed at least so many times as fast as their first tokens need: measured times scatter."""
 _BUSY_HORIZON_S = 4.0
 """The share of steps' time that goes into steps with prompts is averaged over about so long."""
-_BUSY = 0.5
+_BUSY = 0.3
 """From this share on, prompts are computed as fast as the objective lets: the next one is likely to come soon."""
 _NEAR = 0.8
 """Of the objective, up to which rows alone leave it within reach."""
@@ -62,8 +62,10 @@ _STRIDE = 2.0
 _MAX_TIMES_PREDICTED = 2.0
 """A step with a part is counted as at most so many times its predicted duration."""
 _LEAST_SHARE = 0.7
-"""The least that a token of a part is predicted to cost, as a share of a further token's cost: decoding rows are bound by memory
-bandwidth, so a part beside them can be cheaper by the token than a prompt alone."""
+"""The least that a token of a part is predicted to cost, as a share of a further token's cost: decoding rows are bound by
+memory bandwidth, so a part beside them can be cheaper by the token than a prompt alone."""
+_STALE_STEPS = 10
+"""So many steps of rows alone after one with a part show what these rows took beside it."""
 
 
 class PromptBudget:
@@ -76,6 +78,7 @@ class PromptBudget:
         self._usual_tokens, self._usual_s = 0.0, 0.0
         """Of the usual part, and what it adds to a step of rows."""
         self._further = FurtherCost()
+        self._steps_since_part = _STALE_STEPS
         self._busy = 0.0
         """The share of the latest steps' time that went into steps with prompts."""
         self._planned = 0
@@ -93,7 +96,7 @@ class PromptBudget:
             is_predicted = self._usual_tokens and self.token_s
             max_s = _MAX_TIMES_PREDICTED * self._predicted_s(prompt_tokens) if is_predicted else math.inf
             added_s = min(seconds, max_s) - self.step_s
-            self._further.observe_part(prompt_tokens, added_s, is_likely=0 < self.step_s and seconds <= max_s)
+            self._further.observe_part(prompt_tokens, added_s, is_likely=self.step_s > 0 and seconds <= max_s)
             if 2 * prompt_tokens >= self._planned or seconds > self.objective_s:  # a prompt's end says little of whole parts
                 weight = _PART_WEIGHT if self._usual_tokens else 1.0
                 self._usual_tokens += weight * (prompt_tokens - self._usual_tokens)
@@ -101,7 +104,11 @@ class PromptBudget:
         elif prompt_tokens:
             self._further.observe_alone(prompt_tokens, seconds, self.step_s)
         else:
-            self.step_s += (_STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)
+            more_s = (_STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)
+            self.step_s += more_s
+            if self._steps_since_part < _STALE_STEPS:  # what parts were taken to add was partly rows that had come
+                self._usual_s = max(0.0, self._usual_s - max(0.0, more_s))
+        self._steps_since_part = 0 if prompt_tokens and rows else self._steps_since_part + 1
 
     def limit(self, rows: int, budget: int, needed_per_s: float = math.inf) -> int:
         """Return how many prompt tokens a step with so many decoding rows may compute, `budget` at most.

@@ -79,7 +79,7 @@ def test_without_an_objective_or_rows_nothing_is_limited_but_what_would_hold_up_
     assert bound.budget.limit(8, 8192) == GRAIN_TOKENS, "nothing is known yet"
 
 
-def step_ms(engine: Engine, needed_per_s: float, *, between: int = 8) -> float:
+def step_ms(engine: Engine, needed_per_s: float, *, between: int = 16) -> float:
     """Of a step with a part, after many that had so many steps of rows alone between them."""
     ms = 0.0
     for _ in range(60):
@@ -174,6 +174,19 @@ def test_how_fast_prompts_are_needed() -> None:
     prompts[2].tokens.append(7)
     prompts[2].generation = msgspec.structs.replace(prompts[2].generation, prompt_tokens=31)
     assert needed() == math.inf, "one is computed again, and its stream waits"
+
+
+@pytest.mark.parametrize("needed_per_s", [8e3, math.inf])
+def test_rows_that_came_beside_parts_are_not_counted_twice(needed_per_s: float) -> None:
+    """Steps with parts show that rows take longer, steps of these rows alone show it again."""
+    engine = Engine(0.006, 25e-6)
+    engine.settle()
+    engine.base_s = 0.012
+    for _ in range(40):
+        engine.step(64, engine.budget.limit(64, 8192, needed_per_s))
+    for _ in range(30):
+        engine.step(64, 0)
+    assert per_s(engine, 64) == pytest.approx(0.006 / 25e-6 / 0.018, rel=0.3), "6 ms of tokens a step of 18"
 
 
 def test_rows_that_come_make_parts_smaller_although_no_step_without_a_prompt_has_shown_their_cost() -> None:
