@@ -237,7 +237,7 @@ class DecodeActor(EngineWorker):
         rows, most = len(plan.rows), 1 + self.max_proposal
         if len(progress) == rows and plan.num_tokens <= most * rows and self.drafts.is_mirrored:
             gained = sum(done.sequence.num_outputs - done.start for done in progress)
-            self.drafts.trial.step(rows, gained, self.step_s)
+            self.drafts.trial.step(rows, gained, self.step_s, self.drafts.are_caught_up)
 
     def report(self, progress: list[Progress]) -> None:
         """Tell the draft workers and then the gateways what a step did. A proposal that comes later may miss the next step."""

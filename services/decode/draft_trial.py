@@ -5,11 +5,14 @@ tokens per second are measured while draft workers are asked, and while they are
 
     asked ─ every now and then ─► quiet, for some steps ─► the better of the two, for longer each time it wins again
 
-Each number of rows (by powers of two) has a verdict of its own. Steps with prompts among them count for nothing.
+Each number of rows (by powers of two) has a verdict of its own. Steps with prompts among them count for nothing. Nor do steps
+in which draft workers are asked and compute texts that they were not told of before: long ones take more steps than a trial
+has, and nothing is proposed until then. How long that is waited for is bounded, by steps and by what they cost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 SETTLING = 6
@@ -18,6 +21,10 @@ FIRST = 24
 """Steps of the first phase; draft workers are asked."""
 TRIAL = {True: 40, False: 18}
 """Steps of a trial, of asking and of quiet: how many tokens a step gives varies more when some are proposed."""
+MAX_WAIT = {True: 64, False: 256}
+"""Steps of a phase in which draft workers may compute texts before it is measured: of the first phase, and of a trial."""
+_MAX_LOST = 12.0
+"""Steps' time that a trial may lose by that, beside the other way."""
 HOLD = 512
 MAX_HOLD = 4096
 """Steps for which a verdict holds at first, and at most: twice as long each time it is the same."""
@@ -59,14 +66,35 @@ class _Measured:
 @dataclass(slots=True)
 class _Verdict:
     """best: whether draft workers are asked. asking: whether they are now, which is the other way in a trial. left: steps until
-    this phase ends; measured: of it, steps so far. hold: how long the verdict holds the next time."""
+    this phase ends; measured: of it, steps so far; waited: steps before these, and lost: time that they took longer than the
+    other way. hold: how long the verdict holds the next time."""
 
     best: bool = True
     asking: bool = True
     left: int = FIRST
     measured: int = 0
+    waited: int = 0
+    lost_s: float = 0.0
     hold: int = HOLD
     arms: dict[bool, _Measured] = field(default_factory=lambda: {True: _Measured(), False: _Measured()})
+
+    @property
+    def is_first(self) -> bool:
+        return not self.arms[False].steps
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the next step need not be measured, if draft workers are not ready: asking them is tried, for the first time
+        or again."""
+        is_tried = self.asking and (self.is_first or not self.best)
+        return is_tried and not self.measured and self.waited < MAX_WAIT[self.is_first]
+
+    def wait(self, num_tokens: int, seconds: float) -> bool:
+        """A step is not to be measured. Return whether that costs too much."""
+        self.waited += 1
+        quiet = self.arms[False]
+        self.lost_s += max(0.0, seconds - num_tokens / quiet.pace) if quiet.steps else 0.0
+        return self.lost_s > _MAX_LOST * quiet.seconds / max(1.0, quiet.steps)
 
 
 class DraftTrial:
@@ -82,14 +110,18 @@ class DraftTrial:
         self.asking = True
         self._verdicts: dict[int, _Verdict] = {}
 
-    def step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A step of `num_rows` decoding rows, and no prompts, gave `num_tokens` tokens in so many seconds."""
+    def step(self, num_rows: int, num_tokens: int, seconds: float, is_ready: Callable[[], bool] = lambda: True) -> None:
+        """A step of `num_rows` decoding rows, and no prompts, gave `num_tokens` tokens in so many seconds. is_ready(): whether
+        draft workers have computed what they were told of."""
         if not self.enabled or num_rows <= 0 or seconds <= 0:
             return
         verdict = self._verdicts.setdefault(num_rows.bit_length(), _Verdict())
         self.num_quiet += not self.asking
         self.num_tried += self.asking is not verdict.best
-        if verdict.asking is self.asking:  # else the step before had another number of rows
+        is_own = verdict.asking is self.asking  # else the step before had another number of rows
+        if is_own and verdict.may_wait and not is_ready() and not verdict.wait(num_tokens, seconds):
+            return
+        if is_own:
             verdict.left -= 1
             verdict.measured += 1
             if verdict.measured > SETTLING:
@@ -120,5 +152,5 @@ def _next_phase(verdict: _Verdict) -> None:
         verdict.hold = min(2 * verdict.hold, MAX_HOLD) if best is verdict.best and verdict.arms[best].steps else HOLD
         verdict.best = verdict.asking = best
         verdict.left = verdict.hold
-    verdict.measured = 0
+    verdict.measured, verdict.waited, verdict.lost_s = 0, 0, 0.0
     verdict.arms[verdict.asking].fade()

@@ -10,8 +10,7 @@ wrong or hostile: it costs speed, never a token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from common.engine.board import BOARD_SLOTS
@@ -22,59 +21,17 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.decode.draft_trial import DraftTrial
 from services.decode.exchange import Exchange
+from services.decode.mirrored_sequence import MAX_PROPOSAL, MirroredSequence, align, holds
 from services.decode.speculation_counters import SpeculationCounters
 from services.decode.speculation_policy import Pace, SpeculationPolicy
 
-MAX_PROPOSAL = 64
-"""Tokens of one proposal that are kept; more would be stale before it is used."""
 MAX_BRANCHES = 16
 """Entries of an outcome table that are kept."""
 FEW_SEQUENCES = BOARD_SLOTS
 """Speculated for at once, at most, where steps take what is posted when they begin, and draft workers are told first."""
-RESYNC_TOKENS = 16
-"""A sequence is sent whole again only after this many new tokens, and twice as many each time."""
 QUIET_SHARE, QUIET_TOKENS = 8, 16
 """Where there are more than FEW_SEQUENCES, a sequence that was sent N tokens since anything was proposed for it is sent further
 ones N / QUIET_SHARE together, QUIET_TOKENS at most: sending each of hundreds of rows every token takes a part of the step."""
-
-
-def align(base: int, proposal: Sequence[int], tokens: Sequence[int], length: int | None = None) -> list[int]:
-    """What a proposal made for the first `base` of `tokens` still proposes now: [] if it disagrees or is used up.
-
-    length: only so many of `tokens` count.
-    """
-    late = (len(tokens) if length is None else length) - base
-    if late < 0 or late >= len(proposal) or any(tokens[base + i] != proposal[i] for i in range(late)):
-        return []
-    return list(proposal[late:])
-
-
-def _holds(base: int, proposal: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether none of a proposal's tokens that are decided was decided otherwise."""
-    late = max(0, min(len(tokens) - base, len(proposal)))
-    return all(tokens[base + i] == proposal[i] for i in range(late))
-
-
-@dataclass(slots=True)
-class _Mirror:
-    """`worker` mirrors this sequence and was sent its first `sent` tokens. `tokens` is the sequence's own, growing list, of
-    which `known` were there after the last step. `table`: whole proposals behind `table_base`, each for a place where the
-    proposal may fail. `quiet`: tokens sent since anything was proposed."""
-
-    tokens: Sequence[int]
-    sampling: DraftSampling
-    pace: Pace
-    worker: WorkerRef | None = None
-    sent: int = 0
-    base: int = 0
-    proposal: Sequence[int] = ()
-    table_base: int = 0
-    table: Sequence[Sequence[int]] = ()
-    whole_at: int = 0
-    resync_tokens: int = RESYNC_TOKENS
-    quiet: int = 0
-    known: int = 0
-    exchange: Exchange = field(default_factory=Exchange)
 
 
 class DraftBook:
@@ -99,8 +56,9 @@ class DraftBook:
         self.max_update_tokens = max_update_tokens
         self.counters = SpeculationCounters()
         self.costs = policy.costs
-        self._mirrors: dict[str, _Mirror] = {}
+        self._mirrors: dict[str, MirroredSequence] = {}
         self._rooms: dict[WorkerRef, int] = {}  # how many more mirrors each draft worker takes
+        self._with_model: frozenset[WorkerRef] = frozenset()
         self._closing: dict[WorkerRef, list[str]] = {}
 
     def __len__(self) -> int:
@@ -110,6 +68,11 @@ class DraftBook:
     def is_mirrored(self) -> bool:
         """Does any draft worker have a sequence of this worker's?"""
         return any(mirror.worker is not None for mirror in self._mirrors.values())
+
+    def are_caught_up(self) -> bool:
+        """Whether draft workers with a model have proposed something for most of the sequences that they mirror."""
+        asked = [one.answered for one in self._mirrors.values() if one.worker in self._with_model and not one.pace.asleep]
+        return 4 * sum(asked) >= 3 * len(asked)
 
     @property
     def asks_for_few(self) -> bool:
@@ -144,7 +107,9 @@ class DraftBook:
         """Begin to speculate for `sequence`; `tokens` is kept and read, and grows outside. sampling: how its tokens are drawn;
         None: greedily. context: what draft workers are told of its request."""
         self.close(sequence)
-        mirror = _Mirror(tokens=tokens, pace=self.policy.pace(), sampling=sampling or DraftSampling(), known=len(tokens))
+        mirror = MirroredSequence(
+            tokens=tokens, pace=self.policy.pace(), sampling=sampling or DraftSampling(), known=len(tokens)
+        )
         mirror.exchange.context = context or RequestContext()
         self._mirrors[sequence] = mirror
         self._assign(mirror)
@@ -161,11 +126,12 @@ class DraftBook:
         self._rooms.clear()
         self._closing.clear()
 
-    def set_workers(self, workers: Iterable[Presence]) -> None:
+    def set_workers(self, workers: Collection[Presence]) -> None:
         """`workers`: the draft workers alive now. Those that drain get nothing new and lose what they have."""
         ready = {presence.worker: presence.credits for presence in workers if presence.state == "ready"}
         self._closing = {worker: closing for worker, closing in self._closing.items() if worker in ready}
         self._rooms = ready
+        self._with_model = frozenset(presence.worker for presence in workers if presence.vocabulary)
         for sequence, mirror in self._mirrors.items():
             if mirror.worker is not None and mirror.worker not in ready:
                 self._leave(sequence, mirror)
@@ -282,7 +248,7 @@ class DraftBook:
                 continue
             proposal = self._known(row.tokens)
             if proposal:
-                mirror.quiet = 0
+                mirror.quiet, mirror.answered = 0, True
                 self.counters.num_received += 1
                 mirror.exchange.num_received += 1
                 if len(mirror.tokens) - row.base >= len(proposal):
@@ -293,8 +259,8 @@ class DraftBook:
             mirror.base, mirror.proposal = row.base, proposal
             if row.sequence in message.tables:
                 lines = self._table(proposal, message.tables[row.sequence])
-                mirror.table_base, mirror.table = row.base, [one for one in lines if _holds(row.base, one, mirror.tokens)]
-            if not _holds(row.base, proposal, mirror.tokens) and align(*held, mirror.tokens):
+                mirror.table_base, mirror.table = row.base, [one for one in lines if holds(row.base, one, mirror.tokens)]
+            if not holds(row.base, proposal, mirror.tokens) and align(*held, mirror.tokens):
                 mirror.base, mirror.proposal = held
             self._turn(mirror)
         return late
@@ -315,9 +281,9 @@ class DraftBook:
                 lines.append([*proposal[: branch.accepted], *tokens])
         return lines
 
-    def _turn(self, mirror: _Mirror) -> None:
+    def _turn(self, mirror: MirroredSequence) -> None:
         """Where the proposal has failed, go on with the entry of the table that holds."""
-        if not mirror.table or _holds(mirror.base, mirror.proposal, mirror.tokens):
+        if not mirror.table or holds(mirror.base, mirror.proposal, mirror.tokens):
             return
         table, mirror.table = mirror.table, ()
         line = next((one for one in table if align(mirror.table_base, one, mirror.tokens)), None)
@@ -365,6 +331,7 @@ class DraftBook:
                 mirror.exchange.opened(worker)
             else:
                 mirror.quiet += len(fresh)
+            mirror.answered = mirror.answered and len(fresh) <= MAX_PROPOSAL
             mirror.exchange.num_updates += 1
             mirror.sent = sent + len(fresh)
             room[worker] = left - len(fresh)
@@ -380,7 +347,7 @@ class DraftBook:
         ]
         return result
 
-    def _assign(self, mirror: _Mirror) -> None:
+    def _assign(self, mirror: MirroredSequence) -> None:
         """Give the sequence to the draft worker with the most room, if any has room."""
         worker = max(self._rooms, key=self._rooms.__getitem__, default=None)
         if worker is None or self._rooms[worker] <= 0:
@@ -388,9 +355,10 @@ class DraftBook:
         self._rooms[worker] -= 1
         mirror.worker = worker
         mirror.sent = mirror.whole_at = mirror.quiet = 0
+        mirror.answered = False
         mirror.base, mirror.proposal, mirror.table = 0, (), ()
 
-    def _leave(self, sequence: str, mirror: _Mirror) -> None:
+    def _leave(self, sequence: str, mirror: MirroredSequence) -> None:
         """Take the sequence from its worker, which is told if it still lives."""
         worker, mirror.worker = mirror.worker, None
         mirror.base, mirror.proposal, mirror.table = 0, (), ()

@@ -15,22 +15,26 @@ DEPTH = 4
 @dataclass
 class World:
     """accuracy: of a proposed token. slower: times that a step takes while a draft worker computes, which it does for some
-    steps after it was told last. noise: of a step's time."""
+    steps after it was told last. noise: of a step's time. catch_up: steps that it computes texts after a rest, before it
+    proposes anything."""
 
     accuracy: float
     slower: float
     noise: float = 0.1
     rows: int = 1
+    catch_up: int = 0
 
     def run(self, trial: DraftTrial, steps: int, seed: int = 1) -> tuple[int, float]:
         """Tokens, and seconds."""
         draws = random.Random(seed)
-        total, elapsed, asked_ago = 0, 0.0, 0
+        total, elapsed, asked_ago, missing = 0, 0.0, 0, self.catch_up
         for _ in range(steps):
             asked_ago = 0 if trial.asking else asked_ago + 1
-            tokens = sum(1 + self._accepted(draws, asked_ago) for _ in range(self.rows))
+            missing = max(0, missing - 1) if trial.asking else self.catch_up
+            accepted = sum(self._accepted(draws, asked_ago) for _ in range(self.rows)) if not missing else 0
+            tokens = self.rows + accepted
             seconds = 0.01 * (self.slower if asked_ago < 3 else 1.0) * draws.lognormvariate(0, self.noise)
-            trial.step(self.rows, tokens, seconds)
+            trial.step(self.rows, tokens, seconds, lambda missing=missing: not missing)
             total, elapsed = total + tokens, elapsed + seconds
         return total, elapsed
 
@@ -63,6 +67,25 @@ def test_the_first_answer_pays_for_the_first_trial_and_the_second_does_not() -> 
     assert tokens / seconds > 0.8 * alone
     tokens, seconds = world.run(trial, 256)
     assert tokens / seconds > 0.97 * alone
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize("catch_up", [30, 60, 200])
+def test_texts_that_draft_workers_compute_first_are_waited_for(catch_up: int, rows: int) -> None:
+    """Else a drafter of long texts, which has nothing to say for as long as a trial, would be given up again and again."""
+    tried, asked, quiet = World(0.8, 1.0, rows=rows, catch_up=catch_up).paces(12_000)
+    assert tried >= 0.9 * asked > 2 * quiet
+
+
+@pytest.mark.parametrize("catch_up", [60, 1 << 30])
+@pytest.mark.parametrize("slower", [1.0, 1.3, 2.5])
+def test_waiting_for_draft_workers_costs_little(slower: float, catch_up: int) -> None:
+    for seed in range(4):
+        world, trial = World(0.0, slower, catch_up=catch_up), DraftTrial()
+        first = world.run(trial, 512, seed)
+        later = world.run(trial, 6000, seed)
+        assert first[0] / first[1] > 0.7 * 100
+        assert later[0] / later[1] > 0.96 * 100
 
 
 def test_what_changes_is_found_out() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Literal
 
+import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,8 @@ from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, Tok
 from common.protocol.draft_messages import DraftBranch, DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, SamplingParams
-from services.decode.speculation import FEW_SEQUENCES, QUIET_TOKENS, RESYNC_TOKENS, DraftBook, align
+from services.decode.mirrored_sequence import MAX_PROPOSAL, RESYNC_TOKENS, align
+from services.decode.speculation import FEW_SEQUENCES, QUIET_TOKENS, DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
 from tests.unit.speculating import flat_costs
 
@@ -45,6 +47,34 @@ def closes(book: DraftBook) -> dict[WorkerRef, list[str]]:
 
 def offer(book: DraftBook, worker: Presence, sequence: str, base: int, tokens: list[int]) -> None:
     book.on_proposals(Proposals(draft=worker.worker, rows=[DraftRow(sequence, base, tokens)]))
+
+
+def test_draft_models_have_caught_up_when_they_proposed_something_for_most_texts() -> None:
+    model, ngrams = msgspec.structs.replace(drafter("draft-1"), vocabulary="v"), drafter("draft-2", credits=0)
+    book = make_book(model, ngrams)
+    assert book.are_caught_up(), "nothing is asked"
+    texts = {f"s{index}": list(range(1, 101)) for index in range(4)}
+    for name, tokens in texts.items():
+        book.open(name, tokens)
+    updates(book)
+    for name in ("s0", "s1"):
+        offer(book, model, name, 100, [7])
+    assert not book.are_caught_up()
+    offer(book, model, "s2", 100, [7])
+    assert book.are_caught_up()
+    texts["s0"].append(7)
+    updates(book)
+    assert book.are_caught_up(), "one more token is computed in one more step"
+    texts["s1"] += [7] * (MAX_PROPOSAL + 1)
+    updates(book)
+    assert not book.are_caught_up(), "it was told nothing for long"
+    offer(book, model, "s3", 100, [7])
+    assert book.are_caught_up()
+    book.set_workers([drafter("draft-1")])
+    book.set_workers([ngrams])
+    for name in texts:
+        book.open(name, texts[name])
+    assert book.are_caught_up(), "n-grams need not be computed"
 
 
 def test_a_proposal_in_time_is_used_whole() -> None:
