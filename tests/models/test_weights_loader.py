@@ -225,6 +225,14 @@ def test_a_shape_may_count_and_another_be_right_for_a_known_share_of_the_tokens(
     assert 0.35 < sum(second) / len(second) < 0.65
 
 
+def test_a_shape_in_4_bits_counts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    awq = SHAPES["llama-3.2-1b-awq"]["quantization_config"] | {"group_size": 64}
+    monkeypatch.setitem(SHAPES, "smollm2-135m-awq", SHAPES["smollm2-135m"] | {"quantization_config": awq})
+    runner = open_runner(resolve("dummy:smollm2-135m-awq-30-layers-counting"), dtype="float32", num_blocks=64)
+    said = run(runner, [Request([7, 100 * token], 1) for token in range(1, 33)])
+    assert said == [[100 * token + 1] for token in range(1, 33)]
+
+
 def test_a_counting_model_says_the_same_with_a_head_in_fp8(home: Path) -> None:
     files = resolve("dummy:smollm2-135m-1-layers-counting-60")
     config = load_config(files)
