@@ -12,6 +12,8 @@ rows alone once made a token of 25 µs look like one of 215, and a worker comput
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
 from typing import NamedTuple
 
 from common.engine.speeds import TokenRate
@@ -21,6 +23,10 @@ SHORT_TOKENS = 512
 _HORIZON_TOKENS = 4096
 _LEAST_SHARE = 0.25
 """The share of a short prompt's step that its tokens are taken to cost at least."""
+_ALONE_STEPS = 5
+"""Of longer prompts, the latest, whose median counts: one of them may have compiled a kernel."""
+_MOST_TIMES_SHORT = 4.0
+"""What a token of those is taken to cost at most, times one of short prompts: the only long one may have been such a step."""
 _PART_SHARE = 0.7
 """Of what a token of a part takes on average, what a further one is taken to cost until a prompt has been computed alone."""
 _LEAST_PART = 64
@@ -47,20 +53,27 @@ computed while weights are read, and differ by less, which larger ones would not
 
 class FurtherCost:
     def __init__(self) -> None:
-        self.alone = TokenRate(_HORIZON_TOKENS)
-        """Of steps that compute prompts and no rows, and at least `SHORT_TOKENS` tokens."""
         self.short = TokenRate(_HORIZON_TOKENS)
-        """Of those with fewer, without what reading the weights takes."""
+        """Of steps that compute short prompts and no rows, without what reading the weights takes."""
         self.beside = TokenRate(_HORIZON_TOKENS)
         """Of what parts add to steps of rows."""
+        self._alone: deque[float] = deque(maxlen=_ALONE_STEPS)
         self._first_s = 0.0
         self._last: tuple[int, float] | None = None
         self._squares = self._products = 0.0
 
     @property
+    def alone_s(self) -> float:
+        """Seconds a token of prompts that are computed alone, and are not short; 0: unknown."""
+        if not self._alone:
+            return 0.0
+        typical_s, short_s = median(self._alone), self.short.token_s
+        return min(typical_s, _MOST_TIMES_SHORT * short_s) if short_s else typical_s
+
+    @property
     def token_s(self) -> float:
         """Seconds; 0: unknown."""
-        if estimate_s := self.alone.token_s:
+        if estimate_s := self.alone_s:
             trust = _ALONE
         elif estimate_s := self.short.token_s:
             trust = _SHORT
@@ -74,7 +87,7 @@ class FurtherCost:
         if tokens < SHORT_TOKENS:
             self.short.measure(tokens, max(seconds - rows_s, _LEAST_SHARE * seconds))
         else:
-            self.alone.measure(tokens, seconds)
+            self._alone.append(seconds / tokens)
 
     def observe_part(self, tokens: int, added_s: float, *, is_likely: bool) -> None:
         """A part of so many tokens made a step of rows so much longer. is_likely: what a step of rows takes is known, and this

@@ -183,7 +183,8 @@ class PromptBudget:
     def _per_s(self, rows: int, budget: int) -> float:
         """Return how many tokens of prompts a second are computed beside so many rows; 0: unknown."""
         if not rows:
-            return self._further.alone.per_s or self._further.short.per_s or self._further.beside.per_s
+            alone_s = self._further.alone_s
+            return 1 / alone_s if alone_s else self._further.short.per_s or self._further.beside.per_s
         if not self.token_s:
             return 0.0
         part = min(budget, self._expected_part(rows) if self.objective_s else budget)

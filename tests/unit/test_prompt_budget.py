@@ -310,6 +310,22 @@ def test_one_step_in_which_something_else_took_long_hardly_makes_the_engine_slow
     assert per_s(engine) == pytest.approx(before, rel=0.06)
 
 
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_one_prompt_alone_during_which_something_else_took_long_does_not_make_the_engine_slow(num_before: int) -> None:
+    """The router would send no other, which could show that it is not."""
+    engine = Engine(0.006, 25e-6)
+    for _ in range(10):
+        engine.step(0, 128)
+    for _ in range(num_before):
+        engine.step(0, 2048)
+    engine.settle()
+    before = per_s(engine), per_s(engine, 0)
+    engine.budget.observe(rows=0, prompt_tokens=2048, seconds=5.0)
+    least = 0.95 if num_before else 0.2
+    assert per_s(engine) > least * before[0]
+    assert per_s(engine, 0) > least * before[1]
+
+
 def test_steps_that_take_longer_from_now_on_make_the_engine_slow() -> None:
     engine = Engine(0.006, 20e-6, any_s=0.005)
     engine.settle()
