@@ -22,12 +22,15 @@ FIRST = 24
 TRIAL = {True: 40, False: 18}
 """Steps of a trial, of asking and of quiet: how many tokens a step gives varies more when some are proposed."""
 MAX_WAIT = {True: 64, False: 256}
-"""Steps of a phase in which draft workers may compute texts before it is measured: of the first phase, and of a trial."""
+"""Steps of a phase in which draft workers may compute texts before it is measured: of the first phase, which is given up then,
+and of a trial, which is measured all the same."""
 _MAX_LOST = 12.0
 """Steps' time that a trial may lose by that, beside the other way."""
 HOLD = 512
 MAX_HOLD = 4096
 """Steps for which a verdict holds at first, and at most: twice as long each time it is the same."""
+_UNKNOWN_HOLD = 64
+"""Quiet steps until draft workers are asked again that were not ready in the first phase: of asking, nothing is known."""
 _KEPT = 0.5
 """Of what was measured before, at the beginning of a phase and after each `_LOOK` steps of one."""
 _LOOK = 64
@@ -86,15 +89,14 @@ class _Verdict:
     def may_wait(self) -> bool:
         """Whether the next step need not be measured, if draft workers are not ready: asking them is tried, for the first time
         or again."""
-        is_tried = self.asking and (self.is_first or not self.best)
-        return is_tried and not self.measured and self.waited < MAX_WAIT[self.is_first]
+        return self.asking and (self.is_first or not self.best) and not self.measured
 
     def wait(self, num_tokens: int, seconds: float) -> bool:
-        """A step is not to be measured. Return whether that costs too much."""
+        """A step is not to be measured. Return whether that is enough: it takes too long, or costs too much."""
         self.waited += 1
         quiet = self.arms[False]
         self.lost_s += max(0.0, seconds - num_tokens / quiet.pace) if quiet.steps else 0.0
-        return self.lost_s > _MAX_LOST * quiet.seconds / max(1.0, quiet.steps)
+        return self.waited >= MAX_WAIT[self.is_first] or self.lost_s > _MAX_LOST * quiet.seconds / max(1.0, quiet.steps)
 
 
 class DraftTrial:
@@ -119,8 +121,11 @@ class DraftTrial:
         self.num_quiet += not self.asking
         self.num_tried += self.asking is not verdict.best
         is_own = verdict.asking is self.asking  # else the step before had another number of rows
-        if is_own and verdict.may_wait and not is_ready() and not verdict.wait(num_tokens, seconds):
-            return
+        if is_own and verdict.may_wait and not is_ready():
+            if not verdict.wait(num_tokens, seconds):
+                return
+            if verdict.is_first:
+                verdict.left = 0
         if is_own:
             verdict.left -= 1
             verdict.measured += 1
@@ -151,6 +156,6 @@ def _next_phase(verdict: _Verdict) -> None:
         best = verdict.arms[True].pace >= verdict.arms[False].pace
         verdict.hold = min(2 * verdict.hold, MAX_HOLD) if best is verdict.best and verdict.arms[best].steps else HOLD
         verdict.best = verdict.asking = best
-        verdict.left = verdict.hold
+        verdict.left = verdict.hold if verdict.arms[True].steps else _UNKNOWN_HOLD
     verdict.measured, verdict.waited, verdict.lost_s = 0, 0, 0.0
     verdict.arms[verdict.asking].fade()

@@ -75,6 +75,8 @@ def test_texts_that_draft_workers_compute_first_are_waited_for(catch_up: int, ro
     """Else a drafter of long texts, which has nothing to say for as long as a trial, would be given up again and again."""
     tried, asked, quiet = World(0.8, 1.0, rows=rows, catch_up=catch_up).paces(12_000)
     assert tried >= 0.9 * asked > 2 * quiet
+    tokens, seconds = World(0.8, 1.0, rows=rows, catch_up=catch_up).run(DraftTrial(), 512)
+    assert tokens / seconds > 1.6 * quiet, "they are not given up for long because they were not ready at first"
 
 
 @pytest.mark.parametrize("catch_up", [60, 1 << 30])
