@@ -14,35 +14,44 @@ _PREFILL_SHARE = 4
 _HORIZON_TOKENS = 8192
 """A rate is that of about so many tokens, the latest: short prompts, whose steps are slow by the token, count for little."""
 _LEAST_TOKENS = 256
+_MOST_TIMES = 8.0
+"""A step counts as at most so many times as long as the rate says, and one that took so many times less shows that the rate
+says nothing. A worker that was once stopped for a while would look slow, be sent no prompts where there are others, and never
+show another speed. The last tokens of a very long prompt take some five times as long as the first ones."""
 _LEAST_STEP_TOKENS = 32
 """A step of fewer tokens, of a canary or of what a cached prefix leaves, says nothing of how fast prompts are computed. An idle
 worker gets a canary every half minute, and would look slower with each."""
 
 
 class TokenRate:
-    """Prompt tokens a second, of the latest `horizon` tokens; 0 until a few hundred were measured. Steps of fewer than 32 do
-    not count."""
+    """Prompt tokens a second, of the latest `horizon` tokens; 0 until two steps and a few hundred tokens were measured. Steps
+    of fewer than 32 do not count."""
 
     def __init__(self, horizon: int = _HORIZON_TOKENS) -> None:
         self.horizon = horizon
         self._tokens = 0.0
         self._seconds = 0.0
+        self._steps = 0
 
     def measure(self, tokens: int, seconds: float) -> None:
         if tokens < _LEAST_STEP_TOKENS:
             return
-        kept = math.exp(-tokens / self.horizon)
+        typical_s = tokens * self._seconds / self._tokens if self._tokens else 0.0
+        kept = math.exp(-tokens / self.horizon) if _MOST_TIMES * seconds >= typical_s else 0.0
+        if self.token_s:
+            seconds = min(seconds, _MOST_TIMES * typical_s)
+        self._steps += 1
         self._tokens = kept * self._tokens + tokens
         self._seconds = kept * self._seconds + seconds
 
     @property
     def per_s(self) -> float:
-        return self._tokens / self._seconds if self._tokens >= _LEAST_TOKENS and self._seconds else 0.0
+        return 1 / self.token_s if self.token_s else 0.0
 
     @property
     def token_s(self) -> float:
         """Seconds a token."""
-        return self._seconds / self._tokens if self._tokens >= _LEAST_TOKENS else 0.0
+        return self._seconds / self._tokens if self._tokens >= _LEAST_TOKENS and self._steps > 1 else 0.0
 
 
 @dataclass(slots=True)

@@ -151,9 +151,11 @@ class EngineWorker(Actor):
         self.task_group.start_soon(self.kv_events.run)
         await self.loop.run()
 
-    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
+    def step_ended(self, plan: StepPlan, elapsed_s: float, *, compiled: bool) -> None:
+        """A step took so long. compiled: it may have compiled kernels meanwhile, and says nothing of how long others take."""
         self.traces.step_ended(elapsed_s)
-        self.speeds.measure(plan, elapsed_s)
+        if not compiled:
+            self.speeds.measure(plan, elapsed_s)
         self.counters.step(plan, elapsed_s)
 
     def step_failed(self) -> None:

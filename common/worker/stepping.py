@@ -50,10 +50,11 @@ PACE_DECAY = 1.02
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step on its way. due_at: when it should have run, at the best pace seen lately."""
+    """A step on its way. due_at: when it should have run, at the best pace seen lately. compiles: it may have to compile."""
 
     plan: StepPlan
     due_at: float
+    compiles: bool
     running: asyncio.Future[StepResult] = field(init=False)
 
 
@@ -74,7 +75,7 @@ class Steps(Protocol):
         """Commit a step to the scheduler. What is returned tells everyone concerned; it is called once the next step runs."""
         ...
 
-    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
+    def step_ended(self, plan: StepPlan, elapsed_s: float, *, compiled: bool) -> None: ...
     def step_failed(self) -> None:
         """A step failed; it and those submitted after it are void, and none is in flight."""
         ...
@@ -219,9 +220,10 @@ class StepLoop:
             self._pace_s = min(pace_s, PACE_DECAY * self._pace_s) if self._pace_s else pace_s
 
     def _start(self, plan: StepPlan) -> Flight:
-        self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
+        compiles = self._runner.may_compile(plan)
+        self._watch.began(self._clock(), compiling=compiles)
         num_tokens = plan.num_tokens + sum(ahead.plan.num_tokens for ahead in self._flights)
-        flight = Flight(plan, self._ended + num_tokens * self._pace_s)
+        flight = Flight(plan, self._ended + num_tokens * self._pace_s, compiles)
         flight.running = self._threads.start(self._runner, plan)
         if self.launched is not None:
             asyncio.get_running_loop().call_later(LAUNCH_S, self._launched, flight)
@@ -250,7 +252,7 @@ class StepLoop:
         began, self._ended = self._ended, self._clock()
         self._watch.ended(self._ended)
         self._measure(plan.num_tokens, self._ended - began)
-        self._steps.step_ended(plan, self._ended - began)
+        self._steps.step_ended(plan, self._ended - began, compiled=flight.compiles)
         self._report = self._steps.commit(plan, result)
         self._num_fruitless = 0
         return True

@@ -212,11 +212,12 @@ class DecodeActor(EngineWorker):
 
     # -- steps
 
-    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
-        super().step_ended(plan, elapsed_s)
+    def step_ended(self, plan: StepPlan, elapsed_s: float, *, compiled: bool) -> None:
+        super().step_ended(plan, elapsed_s, compiled=compiled)
         self.step_s = elapsed_s
-        prompts = [len(row.tokens) for row in plan.rows if len(row.tokens) > 1 and row.is_prompt_part]
-        self.prompts.observe(rows=len(plan.rows) - len(prompts), prompt_tokens=sum(prompts), seconds=elapsed_s)
+        if not compiled:
+            prompts = [len(row.tokens) for row in plan.rows if len(row.tokens) > 1 and row.is_prompt_part]
+            self.prompts.observe(rows=len(plan.rows) - len(prompts), prompt_tokens=sum(prompts), seconds=elapsed_s)
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         progress = self.scheduler.commit(plan, result, self.clock())

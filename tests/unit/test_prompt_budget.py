@@ -227,6 +227,21 @@ def test_a_rate_is_that_of_the_latest_tokens_and_short_prompts_count_for_little(
     assert rate.token_s == pytest.approx(1 / rate.per_s)
 
 
+def test_a_step_in_which_something_else_took_long_says_little_of_others() -> None:
+    rate = TokenRate()
+    rate.measure(2048, 30.0)
+    assert rate.per_s == 0.0, "it may have been such a step"
+    rate.measure(2048, 0.05)
+    assert rate.per_s == pytest.approx(2048 / 0.05)
+    for _ in range(4):
+        rate.measure(2048, 0.05)
+    rate.measure(2048, 30.0)
+    assert rate.per_s > 0.3 * 2048 / 0.05
+    for _ in range(12):
+        rate.measure(2048, 0.5)
+    assert rate.per_s == pytest.approx(2048 / 0.5, rel=0.2), "what lasts is believed"
+
+
 def test_canaries_of_a_day_do_not_make_an_idle_worker_look_slow() -> None:
     """Four tokens every half minute, 6 ms each, are what an idle worker computes."""
     rate, engine = TokenRate(), Engine(0.006, 25e-6)
@@ -243,6 +258,7 @@ def test_canaries_of_a_day_do_not_make_an_idle_worker_look_slow() -> None:
 def test_speeds_know_prompts_from_answers() -> None:
     speeds = Speeds()
     row = StepRow([1] * 512, 0, [0], 1, SamplingParams(), 512)
+    speeds.measure(StepPlan(1, [row]), 0.02)
     speeds.measure(StepPlan(1, [row]), 0.02)
     assert speeds.prefill_tokens_per_s == pytest.approx(25_600)
     speeds.measure(StepPlan(2, [StepRow([1], 512, [0], 1, SamplingParams(), 512)] * 4), 0.01)

@@ -71,7 +71,7 @@ class Site:
         self.scheduler.commit(plan, result, 0.0)
         return lambda: None
 
-    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
+    def step_ended(self, plan: StepPlan, elapsed_s: float, *, compiled: bool) -> None: ...
 
     def step_failed(self) -> None:
         self.num_step_failures += 1
@@ -280,9 +280,17 @@ class LongSteps:
         self.ended_at.append(time.monotonic())
         return lambda: None
 
-    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
+    def step_ended(self, plan: StepPlan, elapsed_s: float, *, compiled: bool) -> None: ...
     def step_failed(self) -> None: ...
     def sequence_failed(self, sequence: Sequence) -> None: ...
+
+
+async def test_it_is_said_which_steps_may_have_compiled() -> None:
+    site, ended = Site(lambda plan: False), list[tuple[int, bool]]()
+    site.runner.may_compile = lambda plan: plan.step == 1
+    site.step_ended = lambda plan, elapsed_s, *, compiled: ended.append((plan.step, compiled))
+    await site.run(site.admit([1, 2, 3]))
+    assert ended[:3] == [(1, True), (2, False), (3, False)]
 
 
 @pytest.mark.parametrize("tells_first", [False, True])
