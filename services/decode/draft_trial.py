@@ -95,7 +95,7 @@ class _Verdict:
         """A step is not to be measured. Return whether that is enough: it takes too long, or costs too much."""
         self.waited += 1
         quiet = self.arms[False]
-        self.lost_s += max(0.0, seconds - num_tokens / quiet.pace) if quiet.steps else 0.0
+        self.lost_s += max(0.0, seconds - num_tokens / quiet.pace) if quiet.pace else 0.0
         return self.waited >= MAX_WAIT[self.is_first] or self.lost_s > _MAX_LOST * quiet.seconds / max(1.0, quiet.steps)
 
 
