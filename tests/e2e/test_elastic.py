@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import anyio
 import pytest
 
 from common.models.source import ModelFiles
@@ -60,5 +61,37 @@ async def test_new_workers_take_load_and_leaving_ones_drain_under_64_streams(
             await crowd.turnover()
             await site.until(lambda: stack.presence(decode).running > STREAMS / 2, within_s=10)
             assert stack.presence(prefill).prefill_tokens_per_s > 0
+        crowd.check()
+        await site.clean()
+
+
+@pytest.mark.slow
+async def test_a_prefill_worker_that_was_stopped_for_a_while_computes_prompts_again(
+    tmp_path: Path, nats_server_factory: Callable[[], LocalNatsServer], smollm2: ModelFiles
+) -> None:
+    """The step that it was stopped in took seconds, which says nothing of the next."""
+    server = nats_server_factory()
+    async with Stack(server.url, tmp_path, engine_flags=SIMULATED_ENGINE) as stack:
+        site = Site(stack, server, simulated_jobs(smollm2), clients=STREAMS)
+        for role in ("gateway", "kvstore", "prefill", "prefill", "decode"):
+            await stack.start(role)
+        await stack.ready()
+        stopped, other = "prefill-1", "prefill-0"
+        async with site.crowd() as crowd:
+            await crowd.streaming()
+            epoch = stack.presence(stopped).worker.epoch
+            stack.send_signal(stopped, signal.SIGSTOP)
+            await anyio.sleep(6)
+            stack.send_signal(stopped, signal.SIGCONT)
+
+            def awake() -> bool:
+                return stack.state(stopped) == "ready" and stack.presence(stopped).worker.epoch > epoch
+
+            await site.until(awake, within_s=10)
+            before = {name: stack.presence(name).steps for name in (stopped, other)}
+            await anyio.sleep(8)
+            steps = {name: stack.presence(name).steps - count for name, count in before.items()}
+            log.info("steps since: %s; tokens a second %.0f", steps, stack.presence(stopped).prefill_tokens_per_s)
+            assert steps[stopped] > 0.3 * steps[other]
         crowd.check()
         await site.clean()
