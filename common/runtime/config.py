@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from common.protocol.errors import ConfigError
-from common.runtime import sections
+from common.runtime import flags_elsewhere, sections
 from common.runtime.config_help import help_text
 from common.runtime.fields import ENV_PREFIX, Field, as_text, bare, derived, fields_of
 
@@ -152,6 +152,8 @@ def parse_flags(argv: Sequence[str], fields: Fields) -> Flags:
             found[negated[flag].name] = Given(False, flag, False)
             continue
         if flag not in by_flag and flag != "--config":
+            if advice := flags_elsewhere.advice(flag, by_flag):
+                raise ConfigError(f"unknown flag {flag}: {advice}", param=flag)
             unknown("flag", flag, [*by_flag, "--config", "--help"])
         if flag != "--config" and by_flag[flag].is_bool and not has_value:
             found[by_flag[flag].name] = Given(True, flag, False)

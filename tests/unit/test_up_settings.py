@@ -16,6 +16,7 @@ from common.cli.up_settings import UpSettings
 from common.engine.settings import check_objectives
 from common.protocol.errors import ConfigError
 from common.runtime import config as configuration
+from common.runtime import flags_elsewhere
 from common.runtime.sections import ROLES, config_type, service_fields, up_fields
 from common.runtime.settings import ServiceConfig
 
@@ -235,6 +236,10 @@ def test_the_gateways_own_table_says_where_the_api_is(tmp_path: Path) -> None:
     [
         (["--kv-cache-bm", "1"], {}, "", "unknown flag --kv-cache-bm; did you mean --kv-cache-mb?"),
         (["--worker-id", "x"], {}, "", "unknown flag --worker-id"),
+        (["--port", "8000"], {}, "", "unknown flag --port: here it is --http-port"),
+        (["--max-num-seqs=64"], {}, "", "unknown flag --max-num-seqs: here it is --max-running"),
+        (["--enable-prefix-caching"], {}, "", "that is always so here: leave it out"),
+        (["--tensor-parallel-size", "2"], {}, "", "a model is on one GPU"),
         (["--max-running", "-3"], {}, "", "--max-running: expected int >= 0"),
         (["--log-dir", "--decode", "2"], {}, "", "--log-dir needs a value"),
         ([], {"PENSTOCK_KV_CACHE_BM": "1"}, "", "unknown variable PENSTOCK_KV_CACHE_BM; did you mean PENSTOCK_KV_CACHE_MB?"),
@@ -253,6 +258,14 @@ def test_a_mistake_meant_for_any_process_is_found_before_one_is_started(
     with pytest.raises(ConfigError) as caught:
         asked(*flags, environ=environ, file=file, folder=tmp_path)
     assert says in str(caught.value)
+
+
+def test_flags_of_other_servers_have_names_that_exist_here_and_are_none_themselves() -> None:
+    sections = (up_fields(), *(service_fields(role) for role in ROLES))
+    known = {field.flag for fields in sections for field in fields.values()}
+    assert set(flags_elsewhere.NAMES.values()) <= known
+    assert not known & {*flags_elsewhere.NAMES, *flags_elsewhere.ALWAYS, *flags_elsewhere.REASONS}
+    assert not flags_elsewhere.advice("--port", ["--model"]), "a command without that flag"
 
 
 @pytest.mark.parametrize(
