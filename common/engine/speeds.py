@@ -17,7 +17,7 @@ _LEAST_TOKENS = 256
 _MOST_TIMES = 8.0
 """A step counts as at most so many times as long as the rate says, and one that took so many times less shows that the rate
 says nothing. A worker that was once stopped for a while would look slow, be sent no prompts where there are others, and never
-show another speed. The last tokens of a very long prompt take some five times as long as the first ones."""
+show another speed. The last tokens of a very long prompt take some six times as long as the first ones."""
 _LEAST_STEP_TOKENS = 32
 """A step of fewer tokens, of a canary or of what a cached prefix leaves, says nothing of how fast prompts are computed. An idle
 worker gets a canary every half minute, and would look slower with each."""

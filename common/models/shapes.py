@@ -76,8 +76,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-for _name in ("llama-3.1-8b", "llama-3.2-1b"):
-    SHAPES[f"{_name}-awq"] = SHAPES[_name] | {"quantization_config": _AWQ}
+SHAPES |= {f"{name}-awq": SHAPES[name] | {"quantization_config": _AWQ} for name in ("llama-3.1-8b", "llama-3.2-1b")}
 SHAPES |= {
     "qwen3-30b-a3b": _QWEN3_MOE
     | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}

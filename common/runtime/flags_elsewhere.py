@@ -46,13 +46,16 @@ ALWAYS = frozenset(
     }
 )
 """What cannot be turned off here."""
+_ONE_GPU = "a model is on one GPU; --decode and --prefill say how many workers have it"
 REASONS = {
     "--trust-remote-code": "code that comes with a model is never run",
-    "--tensor-parallel-size": "a model is on one GPU; --decode and --prefill say how many workers have it",
-    "--pipeline-parallel-size": "a model is on one GPU; --decode and --prefill say how many workers have it",
+    "--tensor-parallel-size": _ONE_GPU,
+    "--tp-size": _ONE_GPU,
+    "--tp": _ONE_GPU,
+    "--pipeline-parallel-size": _ONE_GPU,
     "--data-parallel-size": "--decode and --prefill say how many workers have the model",
 }
-REASONS |= {"--tp": REASONS["--tensor-parallel-size"], "--tp-size": REASONS["--tensor-parallel-size"]}
+"""Why there is no such flag."""
 
 
 def advice(flag: str, known: Container[str]) -> str:

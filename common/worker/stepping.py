@@ -50,11 +50,10 @@ PACE_DECAY = 1.02
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step on its way. due_at: when it should have run, at the best pace seen lately. compiles: it may have to compile."""
+    """A step on its way. due_at: when it should have run, at the best pace seen lately."""
 
     plan: StepPlan
     due_at: float
-    compiles: bool
     running: asyncio.Future[StepResult] = field(init=False)
 
 
@@ -220,10 +219,9 @@ class StepLoop:
             self._pace_s = min(pace_s, PACE_DECAY * self._pace_s) if self._pace_s else pace_s
 
     def _start(self, plan: StepPlan) -> Flight:
-        compiles = self._runner.may_compile(plan)
-        self._watch.began(self._clock(), compiling=compiles)
+        self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
         num_tokens = plan.num_tokens + sum(ahead.plan.num_tokens for ahead in self._flights)
-        flight = Flight(plan, self._ended + num_tokens * self._pace_s, compiles)
+        flight = Flight(plan, self._ended + num_tokens * self._pace_s)
         flight.running = self._threads.start(self._runner, plan)
         if self.launched is not None:
             asyncio.get_running_loop().call_later(LAUNCH_S, self._launched, flight)
@@ -250,9 +248,10 @@ class StepLoop:
             self._steps.step_failed()  # now that nobody is told any more that a step is on its way
             return False
         began, self._ended = self._ended, self._clock()
+        compiled = self._watch.may_compile
         self._watch.ended(self._ended)
         self._measure(plan.num_tokens, self._ended - began)
-        self._steps.step_ended(plan, self._ended - began, compiled=flight.compiles)
+        self._steps.step_ended(plan, self._ended - began, compiled=compiled)
         self._report = self._steps.commit(plan, result)
         self._num_fruitless = 0
         return True

@@ -69,8 +69,8 @@ class _Measured:
 @dataclass(slots=True)
 class _Verdict:
     """best: whether draft workers are asked. asking: whether they are now, which is the other way in a trial. left: steps until
-    this phase ends; measured: of it, steps so far; waited: steps before these, and lost: time that they took longer than the
-    other way. hold: how long the verdict holds the next time."""
+    this phase ends; measured: of it, steps so far; waited: steps before these, and lost_s: seconds that these took longer than
+    the other way. hold: how long the verdict holds the next time."""
 
     best: bool = True
     asking: bool = True

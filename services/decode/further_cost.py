@@ -6,8 +6,8 @@ does not depend on them: what a token costs in long prompts that are computed al
 one, it is what a token of short prompts costs, or of parts on average.
 
 A single measurement must not decide. A worker that takes tokens to be expensive says that it computes few, and is sent no
-prompt whose time would correct that. The end of a prompt is often a few tokens long: one of 2 that took 1.7 ms longer than
-rows alone once made a token of 25 µs look like one of 215, and a worker compute no prompts for the rest of a run.
+prompt whose time would correct that. The end of a prompt is often a few tokens long: one of 2, which took
+1.7 ms longer than rows alone, once made a token of 25 µs look like one of 215, and the worker was sent no further prompt.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import NamedTuple
 
 from common.engine.speeds import TokenRate
 
-SHORT_TOKENS = 512
+_SHORT_TOKENS = 512
 """A prompt with fewer tokens is short: reading the weights, as in a step of rows alone, is a large share of its step."""
 _HORIZON_TOKENS = 4096
 _LEAST_SHARE = 0.25
 """The share of a short prompt's step that its tokens are taken to cost at least."""
 _ALONE_STEPS = 5
-"""Of longer prompts, the latest, whose median counts: one of them may have compiled a kernel."""
+"""The latest steps with longer prompts alone, whose median counts: something else may have held up one of them."""
 _MOST_TIMES_SHORT = 4.0
-"""What a token of those is taken to cost at most, times one of short prompts: the only long one may have been such a step."""
+"""How many times a token of a short prompt one of a longer prompt is taken to cost at most: the only longer one may have been
+held up."""
 _PART_SHARE = 0.7
 """Of what a token of a part takes on average, what a further one is taken to cost until a prompt has been computed alone."""
 _LEAST_PART = 64
@@ -38,8 +39,8 @@ _KEPT = 0.9
 
 
 class _Trust(NamedTuple):
-    """In an estimate. weight: as many differences of `_SCALE` tokens weigh as much. least, most: a token is taken to cost
-    between these times the estimate."""
+    """How far an estimate of a token's cost is trusted. weight: it counts as so many differences of `_SCALE` tokens. least,
+    most: a token is taken to cost between these times the estimate."""
 
     weight: float
     least: float
@@ -47,11 +48,13 @@ class _Trust(NamedTuple):
 
 
 _ALONE, _SHORT, _PARTS = _Trust(4.0, 1.0, 2.0), _Trust(0.2, 1.0, 4.0), _Trust(0.2, 0.25, 4.0)
-"""Of long prompts computed alone, of short ones, and of parts on average. Not less than a prompt alone: small parts are
-computed while weights are read, and differ by less, which larger ones would not."""
+"""Estimates by long prompts computed alone, by short ones, and by parts on average. The first two are the least that a token is
+taken to cost: small parts are computed while weights are read and differ by less, which larger ones would not."""
 
 
 class FurtherCost:
+    """Of one decode worker. Times are seconds."""
+
     def __init__(self) -> None:
         self.short = TokenRate(_HORIZON_TOKENS)
         """Of steps that compute short prompts and no rows, without what reading the weights takes."""
@@ -84,7 +87,7 @@ class FurtherCost:
 
     def observe_alone(self, tokens: int, seconds: float, rows_s: float) -> None:
         """A step computed so many tokens of prompts and no rows. rows_s: what a step of rows alone takes."""
-        if tokens < SHORT_TOKENS:
+        if tokens < _SHORT_TOKENS:
             self.short.measure(tokens, max(seconds - rows_s, _LEAST_SHARE * seconds))
         else:
             self._alone.append(seconds / tokens)

@@ -6,14 +6,14 @@
 What a part adds is not proportional to its tokens. With the first ones kernels for a few rows give way to those for many, or
 they are computed while the weights are read, and cost nothing. The usual part is the average of the latest steps of about the
 planned size; what it adds takes up what the first term misses: rows that came, or whose contexts grew, since the last step
-without a prompt. What a further token costs is measured (`further_cost.py`). At first that may be too little: a part therefore
-has at most twice the tokens of the usual one.
+without a prompt; when such a step shows that rows take longer, as much is taken off. What a further token costs is measured
+(`further_cost.py`). At first that may be too little: a part therefore has at most twice the tokens of the usual one.
 
 Prompt throughput beside rows is predicted with the same formula: the part that fills the objective, divided by the step that
 it would make, however short the parts are that have been needed of late. The prediction follows the decoding rows even while no
 prompt is computed. The router sends no prompts to a worker that looks slow, and without prompts nothing would correct its
-measurements. So a single long step, for example one that compiles a kernel or collects garbage, is counted as at most twice its
-predicted duration.
+measurements. So a single long step, for example one that collects garbage, is counted as at most twice its predicted
+duration.
 
 Throughput is not measured with short prompts as they are: most of such a step goes into reading the weights, as in a step of
 rows alone, whose time is subtracted. Otherwise a worker that has computed short prompts only would look slow, get no long
@@ -79,6 +79,7 @@ class PromptBudget:
         """Of the usual part, and what it adds to a step of rows."""
         self._further = FurtherCost()
         self._steps_since_part = _STALE_STEPS
+        """Steps without a part beside rows since the last one with one."""
         self._busy = 0.0
         """The share of the latest steps' time that went into steps with prompts."""
         self._planned = 0

@@ -58,7 +58,7 @@ class DraftBook:
         self.costs = policy.costs
         self._mirrors: dict[str, MirroredSequence] = {}
         self._rooms: dict[WorkerRef, int] = {}  # how many more mirrors each draft worker takes
-        self._with_model: frozenset[WorkerRef] = frozenset()
+        self._with_model: frozenset[WorkerRef] = frozenset()  # draft workers that compute texts before they propose
         self._closing: dict[WorkerRef, list[str]] = {}
 
     def __len__(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -24,16 +25,22 @@ TAKES_LOAD_WITHIN_S = 2.0
 """After a new worker has said that it is ready."""
 
 
+@asynccontextmanager
+async def started(server: LocalNatsServer, folder: Path, files: ModelFiles, *roles: Role) -> AsyncIterator[Site]:
+    """A gateway, a kvstore and workers of these roles, all ready, with simulated engines."""
+    async with Stack(server.url, folder, engine_flags=SIMULATED_ENGINE) as stack:
+        for role in ("gateway", "kvstore", *roles):
+            await stack.start(role)
+        await stack.ready()
+        yield Site(stack, server, simulated_jobs(files), clients=STREAMS)
+
+
 @pytest.mark.slow
 async def test_new_workers_take_load_and_leaving_ones_drain_under_64_streams(
     tmp_path: Path, nats_server_factory: Callable[[], LocalNatsServer], smollm2: ModelFiles
 ) -> None:
-    server = nats_server_factory()
-    async with Stack(server.url, tmp_path, engine_flags=SIMULATED_ENGINE) as stack:
-        site = Site(stack, server, simulated_jobs(smollm2), clients=STREAMS)
-        for role in ("gateway", "kvstore", "draft", "prefill", "decode"):
-            await stack.start(role)
-        await stack.ready()
+    async with started(nats_server_factory(), tmp_path, smollm2, "draft", "prefill", "decode") as site:
+        stack = site.stack
 
         async def join(role: Role) -> str:
             name = await stack.start(role)
@@ -70,12 +77,8 @@ async def test_a_prefill_worker_that_was_stopped_for_a_while_computes_prompts_ag
     tmp_path: Path, nats_server_factory: Callable[[], LocalNatsServer], smollm2: ModelFiles
 ) -> None:
     """The step that it was stopped in took seconds, which says nothing of the next."""
-    server = nats_server_factory()
-    async with Stack(server.url, tmp_path, engine_flags=SIMULATED_ENGINE) as stack:
-        site = Site(stack, server, simulated_jobs(smollm2), clients=STREAMS)
-        for role in ("gateway", "kvstore", "prefill", "prefill", "decode"):
-            await stack.start(role)
-        await stack.ready()
+    async with started(nats_server_factory(), tmp_path, smollm2, "prefill", "prefill", "decode") as site:
+        stack = site.stack
         stopped, other = "prefill-1", "prefill-0"
         async with site.crowd() as crowd:
             await crowd.streaming()

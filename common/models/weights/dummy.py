@@ -27,7 +27,7 @@ SECOND = 0.96
 _LOUD = 100.0
 """Of an embedding's numbers, beside which what layers add is small: each gives about 2, and 126 layers some 20."""
 _CODES: dict[str, Code] = {"nf4": "nf4", "nvfp4": "fp4", "mxfp4": "fp4"}
-_DEVIATIONS: dict[Code, float] = {"int4": 4.3, "int8": 73.6, "nf4": 0.55, "fp4": 3.0}
+_DEVIATIONS: dict[Code, float] = {"int4": 4.6, "int8": 73.6, "nf4": 0.55, "fp4": 3.0}
 """Of numbers of random codes."""
 _FP8_STD = 64.0
 
@@ -75,13 +75,12 @@ class DummyWeights:
         return bool(found)
 
     def read_groups(self, name: str, upload: Upload) -> Groups:
-        """Random codes; scales that give the standard deviation of other weights, about. Numbers as often positive as negative:
-        what all outputs have in common would grow from layer to layer."""
+        """Random codes; scales that give the standard deviation of other weights, about."""
         shape, scheme = self.shapes[name], self._scheme
         generator = torch.Generator(upload.device).manual_seed(zlib.crc32(name.encode()))
         size = scheme.group or shape[1]
         code: Code = _CODES.get(scheme.name, "int8" if scheme.bits == 8 else "int4")
-        low, high, dtype = (-127, 128, torch.int8) if code == "int8" else (int(code == "int4"), 16, torch.uint8)
+        low, high, dtype = (-127, 128, torch.int8) if code == "int8" else (0, 16, torch.uint8)
         codes = torch.randint(low, high, shape, generator=generator, dtype=dtype, device=upload.device)
         scales = torch.full((shape[0], -(-shape[1] // size)), STD / _DEVIATIONS[code], device=upload.device)
         # of formats with zero points: the kernel has the work of theirs
