@@ -10,7 +10,7 @@ import msgspec
 from common.engine.engine import Engine
 from common.engine.load.layout import EngineConfig
 from common.engine.load.open import open_engine
-from common.engine.load.precision import QuantizationSetting
+from common.engine.load.precision import FP8_SINCE, QuantizationSetting
 from common.engine.load.runners import resolve_device
 from common.models.config import ModelConfig, load_config
 from common.models.draft_folder import lacking
@@ -18,9 +18,6 @@ from common.models.source import resolve
 from common.protocol.errors import ConfigError, UnknownModel
 from common.text.vocabulary import check_same_vocabulary, vocabulary_digest
 from services.draft.config import DraftConfig
-
-_FP8_SINCE = 9, 0
-"""The first GPU whose FP8 kernels are tested here."""
 
 
 @dataclass(slots=True)
@@ -49,7 +46,7 @@ def draft_quantization(config: DraftConfig, model: ModelConfig, capability: tupl
         return config.draft_quantization
     if config.quantization != "auto" or model.weight_format != "plain" or config.dtype not in ("auto", "bfloat16"):
         return config.quantization
-    return "fp8" if capability is not None and capability >= _FP8_SINCE else "auto"
+    return "fp8" if capability is not None and capability >= FP8_SINCE else "auto"
 
 
 def _capability(config: DraftConfig) -> tuple[int, int] | None:

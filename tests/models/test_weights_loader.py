@@ -17,7 +17,7 @@ from common.models.registry import load_decoder, open_weights
 from common.models.shapes import SHAPES
 from common.models.source import ModelFiles, resolve
 from common.models.weights import prefetch
-from common.models.weights.base import WeightLoader, WeightsError
+from common.models.weights.base import LinearFormat, WeightLoader, WeightsError
 from common.models.weights.dummy import STD, DummyWeights
 from common.models.weights.safetensors import SafetensorsWeights
 from common.models.weights.upload import Upload
@@ -225,19 +225,27 @@ def test_a_shape_may_count_and_another_be_right_for_a_known_share_of_the_tokens(
     assert 0.35 < sum(second) / len(second) < 0.65
 
 
-def test_a_shape_in_4_bits_counts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def awq_shape(monkeypatch: pytest.MonkeyPatch) -> str:
     awq = SHAPES["llama-3.2-1b-awq"]["quantization_config"] | {"group_size": 64}
     monkeypatch.setitem(SHAPES, "smollm2-135m-awq", SHAPES["smollm2-135m"] | {"quantization_config": awq})
-    runner = open_runner(resolve("dummy:smollm2-135m-awq-30-layers-counting"), dtype="float32", num_blocks=64)
+    return "smollm2-135m-awq"
+
+
+def test_a_shape_in_4_bits_counts(home: Path, awq_shape: str) -> None:
+    runner = open_runner(resolve(f"dummy:{awq_shape}-30-layers-counting"), dtype="float32", num_blocks=64)
     said = run(runner, [Request([7, 100 * token], 1) for token in range(1, 33)])
     assert said == [[100 * token + 1] for token in range(1, 33)]
 
 
-def test_a_counting_model_says_the_same_with_a_head_in_fp8(home: Path) -> None:
-    files = resolve("dummy:smollm2-135m-1-layers-counting-60")
+@pytest.mark.parametrize("weights", ["fp8", "groups"])
+def test_a_counting_model_says_the_same_with_a_head_in_fp8(weights: LinearFormat, home: Path, awq_shape: str) -> None:
+    shape = awq_shape if weights == "groups" else "smollm2-135m"
+    files = resolve(f"dummy:{shape}-1-layers-counting-60")
     config = load_config(files)
     heads = [
-        load_decoder(files, config, dtype=torch.bfloat16, device=CPU, weights="fp8", fp8_head=fp8).head for fp8 in (False, True)
+        load_decoder(files, config, dtype=torch.bfloat16, device=CPU, weights=weights, fp8_head=fp8).head
+        for fp8 in (False, True)
     ]
     assert [head.format for head in heads] == ["tiles", "fp8"]
     embedding = open_weights(files, config).read("model.embed_tokens.weight", Upload(CPU, torch.float32))[:480]

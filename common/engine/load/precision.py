@@ -30,6 +30,8 @@ DtypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
 QuantizationSetting = Literal["auto", "none", "int8", "fp8"]
 KvSetting = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
+FP8_SINCE = 9, 0
+"""The first GPU whose FP8 kernels are tested here."""
 _CPU_INFO = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one is Arm's
 

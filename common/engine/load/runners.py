@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from common.cache.spec import CacheLayout, GroupSpec
 from common.engine.load.layout import EngineConfig, cache_layout, check_pool, limit_context, resolve_engine_precision
-from common.engine.load.precision import Precision
+from common.engine.load.precision import FP8_SINCE, Precision
 from common.engine.plan import Runner
 from common.models.config import ModelConfig, load_config
 from common.models.source import ModelFiles
@@ -264,11 +264,12 @@ def _decoder(
         dummy=engine.load_format == "dummy",
         batch_invariant=engine.batch_invariant,
     )
+    head_in_fp8 = drafts and torch.cuda.get_device_capability(device) >= FP8_SINCE
     choice = _fp8_choice(files, model, engine, precision, torch.device(device), load)
     decoder = load(
         weights=precision.weights,
         plain=choice.plain if choice else (),
-        fp8_head=choice.head if choice else drafts,
+        fp8_head=choice.head if choice else head_in_fp8,
         on_progress=on_progress,
     )
     # only now: what was measured above, and is kept on disk, does not depend on it

@@ -55,8 +55,8 @@ class WeightLoader:
         batch_invariant: bool = False,
         threads: int = -1,
     ) -> None:
-        """`plain`: modules that are not quantised. `fp8_head`: the head is FP8, too, where `weights` are. `scheme`: how the
-        files hold the others; None: as floats. `batch_invariant`: see `LinearWeight`.
+        """`plain`: modules that are not quantised. `fp8_head`: the head is FP8 where `weights` are, or are in groups.
+        `scheme`: how the files hold the others; None: as floats. `batch_invariant`: see `LinearWeight`.
 
         `threads` that read ahead; -1: as many as suit `device`."""
         self.source = source
@@ -143,7 +143,7 @@ class WeightLoader:
 
     def pack_head(self, weight: torch.Tensor) -> LinearWeight:
         """The lm_head: as the linears on a CPU, where it is a fifth of a small model's bytes; FP8 where that was asked for."""
-        if self.weights == "fp8" and self._fp8_head:
+        if self.weights in ("fp8", "groups") and self._fp8_head:
             return pack_linear(weight, format="fp8", batch_invariant=self.batch_invariant)
         format = "int8" if self.weights == "int8" else "plain"
         return pack_linear(weight, format=format, batch_invariant=self.batch_invariant)

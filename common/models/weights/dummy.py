@@ -27,8 +27,11 @@ SECOND = 0.96
 _LOUD = 100.0
 """Of an embedding's numbers, beside which what layers add is small: each gives about 2, and 126 layers some 20."""
 _CODES: dict[str, Code] = {"nf4": "nf4", "nvfp4": "fp4", "mxfp4": "fp4"}
-_DEVIATIONS: dict[Code, float] = {"int4": 4.6, "int8": 73.6, "nf4": 0.55, "fp4": 3.0}
+_DEVIATIONS: dict[Code, float] = {"int4": 4.3, "int8": 73.6, "nf4": 0.56, "fp4": 3.0}
 """Of numbers of random codes."""
+_LEFT_OUT: dict[Code, int] = {"int4": 0, "nf4": 13}
+"""The code without which numbers are about as often positive as negative. With it, all outputs of a linear have something in
+common, which grows from layer to layer until nothing else of a token is left."""
 _FP8_STD = 64.0
 
 
@@ -80,8 +83,11 @@ class DummyWeights:
         generator = torch.Generator(upload.device).manual_seed(zlib.crc32(name.encode()))
         size = scheme.group or shape[1]
         code: Code = _CODES.get(scheme.name, "int8" if scheme.bits == 8 else "int4")
-        low, high, dtype = (-127, 128, torch.int8) if code == "int8" else (0, 16, torch.uint8)
+        left_out = _LEFT_OUT.get(code)
+        low, high, dtype = (-127, 128, torch.int8) if code == "int8" else (0, 16 if left_out is None else 15, torch.uint8)
         codes = torch.randint(low, high, shape, generator=generator, dtype=dtype, device=upload.device)
+        if left_out is not None:
+            codes += codes >= left_out
         scales = torch.full((shape[0], -(-shape[1] // size)), STD / _DEVIATIONS[code], device=upload.device)
         # of formats with zero points: the kernel has the work of theirs
         offsets = torch.zeros_like(scales) if scheme.name in ("awq", "gptq") else None
