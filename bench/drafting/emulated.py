@@ -2,6 +2,7 @@
 
     python -m bench.drafting.emulated --streams 1,4,8
     python -m bench.drafting.emulated --streams 8 --draft-ms 0.9 --submit-ms 0.3,0.01 --branches 0
+    python -m bench.drafting.emulated --draft dummy:llama-3.2-1b-counting-80         with a draft model, on one GPU
 
 Real: the draft worker with a model (`services/draft/model_actor.py`) in a process of its own, its event loop and threads, a
 nats-server, and the decode worker's book of proposals (`services/decode/speculation.py`). Emulated: the draft worker's engine,
@@ -20,7 +21,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -45,13 +46,14 @@ from common.runtime.service import SWITCH_INTERVAL_S
 from services.decode.config import DecodeConfig
 from services.draft.config import DraftConfig
 from services.draft.model_actor import ModelDraftActor
-from services.draft.model_engine import DraftEngine
+from services.draft.model_engine import DraftEngine, open_draft_engine
 
 MODEL = "dummy:llama-3.2-1b-counting"
 """Whose name both sides have; nothing of it is loaded."""
 NUM_BLOCKS = 40_000
 WARM_UP_S = 1.5
-READY_S = 20.0
+READY_S = 240.0
+"""For a model on a GPU whose kernels are compiled first."""
 LATE_S = 5e-4
 """A step of the target that begins later than this behind the one before begins a new schedule."""
 
@@ -139,11 +141,18 @@ class TimedEngine:
     def close(self) -> None: ...
 
 
-async def draft_side(nats: str, times: Times, branches: int) -> None:
-    engine: Any = TimedEngine(times)
-    config = DraftConfig(nats_url=nats, model=MODEL, draft_model=MODEL, draft_branches=branches, heartbeat_s=0.5)
-    bus = await nats_bus.connect(nats, name="draft")
-    await ModelDraftActor(bus=bus, config=config, open_engine=lambda name, on_progress: DraftEngine(engine, "")).run()
+async def draft_side(options: argparse.Namespace) -> None:
+    spec = options.draft or MODEL
+    config = DraftConfig(nats_url=options.nats, model=spec, draft_model=spec, draft_branches=options.branches, heartbeat_s=0.5)
+
+    def open_engine(name: str, on_progress: Callable[[int, int], None]) -> DraftEngine:
+        timed: Any = TimedEngine(times_of(options))
+        return open_draft_engine(config, name, on_progress) if options.draft else DraftEngine(timed, "")
+
+    bus = await nats_bus.connect(options.nats, name="draft")
+    actor = ModelDraftActor(bus=bus, config=config, open_engine=open_engine)
+    actor.polls = actor.polls and not options.no_polling
+    await actor.run()
 
 
 # ── the target ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -177,7 +186,7 @@ class Target(Actor):
             self._book.on_resync(message)
 
     def tick(self, now: float) -> None:
-        workers = self.registry.alive("draft", now)
+        workers = [worker for worker in self.registry.alive("draft", now) if worker.state == "ready"]
         self._book.set_workers(workers)
         if workers:
             self._drafted.set()
@@ -240,6 +249,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lag-ms", type=float, default=1.0, help="whole milliseconds")
     parser.add_argument("--branches", type=int, default=-1, help="as --draft-branches")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each number of streams")
+    parser.add_argument("--draft", default="", help="a dummy model that counts, on a GPU, instead of an engine that takes time")
+    parser.add_argument("--no-polling", action="store_true", help="the draft worker waits for its steps in a thread")
     parser.add_argument("--side", choices=["draft", "target"], help=argparse.SUPPRESS)
     parser.add_argument("--nats", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -294,7 +305,7 @@ def main(argv: Sequence[str]) -> int:
         logs.configure("warning", "console")
         streams = int(options.streams)
         if options.side == "draft":
-            anyio.run(draft_side, options.nats, times, options.branches, backend_options={"use_uvloop": True})
+            anyio.run(draft_side, options, backend_options={"use_uvloop": True})
         else:
             anyio.run(target_side, options.nats, times, streams, options.seconds, backend_options={"use_uvloop": True})
         return 0

@@ -243,6 +243,10 @@ class RunnerLost(Exception):
 class PendingStep(Protocol):
     """A submitted step."""
 
+    def has_run(self) -> bool:
+        """Whether its result is there, or why there is none. Costs little; for those who ask again and again."""
+        ...
+
     def result(self) -> StepResult:
         """Blocks until the step has run. Call it once per step, in the order of submission.
 
@@ -327,6 +331,9 @@ class LaterStep:
     def __init__(self, runner: Runner, plan: StepPlan) -> None:
         self._runner = runner
         self._plan = plan
+
+    def has_run(self) -> bool:
+        return True
 
     def result(self) -> StepResult:
         return self._runner.execute(self._plan)

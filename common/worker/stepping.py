@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import anyio
 
@@ -84,25 +84,38 @@ class Steps(Protocol):
         ...
 
 
+class _Polled(NamedTuple):
+    """A step whose result `EngineThreads.poll` takes."""
+
+    plan: StepPlan
+    step: PendingStep
+    running: asyncio.Future[StepResult]
+
+
 class EngineThreads:
     """The threads of an engine: one that submits steps, and opened it, and one that waits for their results.
 
     submits_here: the event loop submits the steps of an engine that runs ahead itself, which suits steps that are submitted
     sooner than handed to another thread. Only those that are started `aside`, as they may compile kernels, go to that thread.
+    Of those that it submits it may take the results itself, too: the ones that are `polled`, while it calls `poll`.
     """
 
     def __init__(self, *, submits_here: bool = False) -> None:
         self._submits_here = submits_here
         self.submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._polled: deque[_Polled] = deque()
+        self._last: asyncio.Future[StepResult] | None = None
+        """Of the waiting thread."""
         self._runner: Runner | None = None
         self._submitted: Future[PendingStep] | None = None
         """The last one of the submitting thread."""
         self.ran: Callable[[StepPlan], None] = lambda plan: None
         """Called in the thread that waits for results as soon as a step has run, before the event loop knows."""
 
-    def start(self, runner: Runner, plan: StepPlan, *, aside: bool = False) -> asyncio.Future[StepResult]:
-        """A step on its way, behind those that are."""
+    def start(self, runner: Runner, plan: StepPlan, *, aside: bool = False, polled: bool = False) -> asyncio.Future[StepResult]:
+        """A step on its way, behind those that are. polled: its result is taken by `poll`, if the loop can submit it, and the
+        waiting thread has nothing to wait for."""
         loop = asyncio.get_running_loop()
         if runner.run_ahead == 1:
             return loop.run_in_executor(self.waiting, lambda: self._ended(plan, runner.execute(plan)))
@@ -113,9 +126,37 @@ class EngineThreads:
                 submitted.set_result(self._submit(runner, plan, owns=True))
             except Exception as error:
                 submitted.set_exception(error)
+            if polled and submitted.exception() is None and (self._last is None or self._last.done()):
+                self._polled.append(_Polled(plan, submitted.result(), loop.create_future()))
+                return self._polled[-1].running
         else:
             submitted = self._submitted = self.submitting.submit(self._submit, runner, plan, owns=not self._submits_here)
-        return loop.run_in_executor(self.waiting, lambda: self._ended(plan, submitted.result().result()))
+        self._hand_over(loop)
+        self._last = loop.run_in_executor(self.waiting, lambda: self._ended(plan, submitted.result().result()))
+        return self._last
+
+    def poll(self) -> None:
+        """Take the results of polled steps that have run."""
+        while self._polled and self._polled[0].step.has_run():
+            plan, step, running = self._polled.popleft()
+            try:
+                result = self._ended(plan, step.result())
+            except Exception as error:
+                running.set_exception(error)
+            else:
+                running.set_result(result)
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the waiting thread take the results of polled steps: one behind them is its own."""
+        while self._polled:
+            plan, step, running = self._polled.popleft()
+            taken = loop.run_in_executor(self.waiting, lambda plan=plan, step=step: self._ended(plan, step.result()))
+            taken.add_done_callback(lambda taken, running=running: _pass_on(taken, running))
+
+    @property
+    def polls(self) -> bool:
+        """Whether the oldest step on its way is polled, if any is."""
+        return bool(self._polled)
 
     def _submit(self, runner: Runner, plan: StepPlan, *, owns: bool) -> PendingStep:
         """owns: whether this thread submits all steps as a rule."""
@@ -323,6 +364,15 @@ def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:
     """One sequence stays as it is: it is tried once more, alone."""
     middle = (len(sequences) + 1) // 2
     return [half for half in (sequences[:middle], sequences[middle:]) if half]
+
+
+def _pass_on(taken: asyncio.Future[StepResult], running: asyncio.Future[StepResult]) -> None:
+    if taken.cancelled():
+        running.cancel()
+    elif (error := taken.exception()) is not None:
+        running.set_exception(error)
+    else:
+        running.set_result(taken.result())
 
 
 def _nothing() -> None:

@@ -221,17 +221,19 @@ class DecodeActor(EngineWorker):
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         progress = self.scheduler.commit(plan, result, self.clock())
+        for done in progress:
+            self.proposers.record(done)
+        self.try_drafts(plan, progress)
+        return lambda: self.report(plan, result, progress)
+
+    def measure(self, plan: StepPlan, result: StepResult, progress: list[Progress]) -> None:
+        """Note how long a step took, and what it did."""
         self.traces.committed()
         self.counters.preemptions.inc(self.scheduler.num_preemptions - self.num_preemptions)
         self.num_preemptions = self.scheduler.num_preemptions
         self.drafts.costs.observe(plan.num_tokens, self.step_s - sum(one.seconds for one in result.passes))
         if self.proposers.head is not None:
             self.proposers.head.ran(result.passes)
-        for done in progress:
-            self.proposers.record(done)
-        self.speculation.decided(((done.sequence.request, len(done.sequence.tokens)) for done in progress), self.clock())
-        self.try_drafts(plan, progress)
-        return lambda: self.report(progress)
 
     def try_drafts(self, plan: StepPlan, progress: list[Progress]) -> None:
         """Note the pace of a step that only decodes: is it worth while to ask draft workers?"""
@@ -240,10 +242,12 @@ class DecodeActor(EngineWorker):
             gained = sum(done.sequence.num_outputs - done.start for done in progress)
             self.drafts.trial.step(rows, gained, self.step_s, self.drafts.are_caught_up)
 
-    def report(self, progress: list[Progress]) -> None:
+    def report(self, plan: StepPlan, result: StepResult, progress: list[Progress]) -> None:
         """Tell the draft workers and then the gateways what a step did. A proposal that comes later may miss the next step."""
+        self.speculation.decided(((done.sequence.request, len(done.sequence.tokens)) for done in progress), self.clock())
         self.fail_broken([done.sequence for done in progress])
         self.tell_drafts()
+        self.measure(plan, result, progress)
         for done in progress:
             if done.sequence.is_read and self.is_held(done.sequence):
                 self.outflow.read(done.sequence)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
+from itertools import compress
 from statistics import median
 
 import numpy as np
@@ -31,11 +33,11 @@ class StepCosts:
 
     def __init__(self, *, stale_after: int = 512) -> None:
         self.stale_after = stale_after
-        self._seconds = np.zeros(len(SIZES))
-        self._last = np.zeros((len(SIZES), _LAST))
-        self._counts = np.zeros(len(SIZES), np.int64)
-        self._settled = np.zeros(len(SIZES), np.bool_)
-        self._seen = np.zeros(len(SIZES), np.int64)
+        self._seconds = [0.0] * len(SIZES)
+        self._last: list[deque[float]] = [deque(maxlen=_LAST) for _ in SIZES]
+        self._counts = [0] * len(SIZES)
+        self._settled = [False] * len(SIZES)
+        self._seen = [0] * len(SIZES)
         self._steps = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -44,34 +46,36 @@ class StepCosts:
         index = bisect_left(SIZES, num_tokens)
         if index == len(SIZES) or seconds <= 0:
             return
+        last = self._last[index]
         if self._steps - self._seen[index] > self.stale_after:
             self._counts[index], self._settled[index] = 0, False
+            last.clear()
         count = self._counts[index] = self._counts[index] + 1
         self._seen[index] = self._steps
-        self._last[index, (count - 1) % _LAST] = seconds
-        last = self._last[index, :count]
-        self._settled[index] |= count >= _ENOUGH or (count >= _FIRST and last.max() < _OUTLIER * last.min())
+        last.append(seconds)
+        if count >= _ENOUGH or (count >= _FIRST and max(last) < _OUTLIER * min(last)):
+            self._settled[index] = True
         if count <= _FIRST:  # any of which may have compiled something
-            self._seconds[index] = last.min()
+            self._seconds[index] = min(last)
             return
-        expected, lately = self._seconds[index], median(last.tolist())
+        expected, lately = self._seconds[index], median(last)
         if not expected / _OFF <= lately <= expected * _OFF:
             self._seconds[index] = lately
             return
         seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
-        self._seconds[index] += max(_WEIGHT, 1 / count) * (seconds - expected)
-        others = np.arange(len(SIZES)) != index
-        self._seconds[others] *= 1 + _DRIFT * (seconds / expected - 1)
+        drift = 1 + _DRIFT * (seconds / expected - 1)
+        self._seconds = [known * drift for known in self._seconds]
+        self._seconds[index] = expected + max(_WEIGHT, 1 / count) * (seconds - expected)
 
     @property
     def is_empty(self) -> bool:
         """Whether no size is known."""
-        return not self._known().any()
+        return not any(self._known())
 
     def is_known(self, num_tokens: int) -> bool:
         """Whether steps of that size were measured lately."""
         index = bisect_left(SIZES, num_tokens)
-        return index < len(SIZES) and bool(self._known()[index])
+        return index < len(SIZES) and self._known()[index]
 
     def seconds(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
         """Of steps of `sizes` tokens: on a line between known sizes, and on the last such line beyond them.
@@ -79,9 +83,11 @@ class StepCosts:
         At least one size is known; with just one, all steps take as long.
         """
         known = self._known()
-        at, seconds = np.array(SIZES)[known], np.maximum.accumulate(self._seconds[known])
+        at = np.array(list(compress(SIZES, known)))
+        seconds = np.maximum.accumulate(np.array(list(compress(self._seconds, known))))
         slope = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]) if len(at) > 1 else 0.0
         return np.interp(sizes, at, seconds) + slope * np.maximum(0, sizes - at[-1])
 
-    def _known(self) -> NDArray[np.bool_]:
-        return self._settled & (self._steps - self._seen <= self.stale_after)
+    def _known(self) -> list[bool]:
+        oldest = self._steps - self.stale_after
+        return [settled and seen >= oldest for settled, seen in zip(self._settled, self._seen, strict=True)]

@@ -30,6 +30,7 @@ from common.protocol.messages import Message, Presence
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
+from common.runtime.cores import usable_cores
 from common.transfer.fence import memory_fence
 from common.worker.kv_blocks import KvBlocks
 from common.worker.stepping import EngineThreads, sent
@@ -49,6 +50,9 @@ MAX_PACE_TOKENS = 128
 """Of steps that say how long one takes: others are prompts."""
 MEASURED_STEPS = 9
 """The last ones, whose median is how long one takes."""
+MIN_POLLING_CORES = 8
+"""Of a machine on which an event loop asks again and again whether a step has run. Waiting for it in a thread, which needs the
+interpreter to hand over what comes, takes up to a third of a millisecond of each step."""
 MAX_PROBLEM_CHARS = 300
 """Of the reason that each heartbeat of a worker without a draft model repeats."""
 
@@ -68,6 +72,7 @@ class ModelDraftActor(DraftActor):
         self.problem = ""
         """Why the model can't be used; empty where it can."""
         self._threads = EngineThreads(submits_here=True)
+        self.polls = usable_cores() >= MIN_POLLING_CORES
         self._steps_in_air: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
         self._news: asyncio.Future[None] | None = None
         """While a step is waited for: done when an update comes."""
@@ -151,10 +156,11 @@ class ModelDraftActor(DraftActor):
         """:raises RunnerLost: no later step can run, or each would fail."""
         drafted: list[MirrorKey] = []
         while True:
-            self.serve(drafted)
-            drafted = []
-            if self._steps_in_air:
-                await sent()  # before another step takes the interpreter
+            if self._queue or drafted:
+                self.serve(drafted)
+                drafted = []
+                if self._steps_in_air:
+                    await sent()  # before another step takes the interpreter
             self._start_steps()
             self._count()
             if self._steps_in_air:
@@ -178,13 +184,15 @@ class ModelDraftActor(DraftActor):
         the update."""
         assert self.opened is not None
         running = self._steps_in_air[0][1]
-        if len(self._steps_in_air) == self.opened.engine.runner.run_ahead:
-            return False
-        if not self._queue and not running.done():
+        has_room = len(self._steps_in_air) < self.opened.engine.runner.run_ahead
+        while self._threads.polls and not running.done() and not (has_room and self._queue):
+            await asyncio.sleep(0)
+            self._threads.poll()
+        if has_room and not self._queue and not running.done():
             self._news = asyncio.get_running_loop().create_future()
             await asyncio.wait([running, self._news], return_when=asyncio.FIRST_COMPLETED)
             self._news = None
-        return not running.done()
+        return has_room and not running.done()
 
     def _start_steps(self) -> None:
         """As many as the engine takes at once, but none behind another while an update is due."""
@@ -198,7 +206,8 @@ class ModelDraftActor(DraftActor):
                 self._begun = self.clock()
             compiling = runner.may_compile(plan)
             self.watch.began(self.clock(), compiling=compiling)
-            self._steps_in_air.append((plan, self._threads.start(runner, plan, aside=compiling)))
+            polled = self.polls and plan.num_tokens <= MAX_PACE_TOKENS
+            self._steps_in_air.append((plan, self._threads.start(runner, plan, aside=compiling, polled=polled)))
 
     def _is_early(self) -> bool:
         """Whether an update is expected before the step in the air ends, behind which another one would begin."""

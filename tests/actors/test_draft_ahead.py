@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from common.engine.plan import StepPlan, StepResult
 from common.protocol.draft_messages import DraftRow
 from common.testing.memory_bus import MemoryBroker
@@ -50,16 +52,20 @@ class Pending:
     def __init__(self, ahead: Ahead, plan: StepPlan) -> None:
         self._ahead, self._plan = ahead, plan
 
+    def has_run(self) -> bool:
+        return self._ahead.gate.is_set()
+
     def result(self) -> StepResult:
         return self._ahead.run(self._plan)
 
 
+@pytest.mark.parametrize("polls", [False, True])
 async def test_a_step_waits_for_an_update_that_is_due_and_not_for_the_step_that_runs(
-    make: Callable[..., ModelDraftActor], model: Path
+    polls: bool, make: Callable[..., ModelDraftActor], model: Path
 ) -> None:
     broker = MemoryBroker()
     decoder, draft = Decoder(broker), make(broker)
-    is_due = False
+    is_due, draft.polls = False, polls
 
     async with running(decoder, draft):
         await until(lambda: draft.opened is not None and draft.drafter is not None)

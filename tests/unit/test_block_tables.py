@@ -333,6 +333,22 @@ def test_blocks_that_another_thread_appends_meanwhile_are_not_in_the_step() -> N
         assert slots.ids[start + length] == 0
 
 
+def test_the_same_tables_again_are_placed_as_they_were() -> None:
+    tables = BlockTables(num_blocks=[100, 50], max_ids=100, max_tables=8, device=CPU)
+    first, second = BlockTable([1, 2]), BlockTable([3])
+    before = tables.place([row(first, second)])
+    assert tables.place([row(first, second)]) is before
+    first.append(4)
+    after = tables.place([row(first, second)])
+    assert after is not before and after.held.tolist() == [[3], [1]]
+    first[0] = 5
+    assert tables.place([row(first, second)]) is not after
+    assert tables.slots.ids[tables.place([row(first, second)]).starts[0, 0]] == 5
+    with pytest.raises(InvalidParameter):
+        tables.place([row(BlockTable([100]), second)])
+    assert tables.place([row(first, second)]).held.tolist() == [[3], [1]]
+
+
 def test_tables_that_are_no_longer_used_give_way_and_those_in_use_stay() -> None:
     step = Step([100], max_ids=64, max_tables=4)
     kept = BlockTable(range(20))

@@ -242,6 +242,70 @@ async def test_the_event_loop_submits_what_is_not_aside_and_steps_keep_their_ord
     assert threads.close()
 
 
+class Polled:
+    """Steps that have run once they are in `over`; step 3 fails then. `read`: whose results were taken, and in which thread."""
+
+    run_ahead = 2
+
+    def __init__(self) -> None:
+        self.over: set[int] = set()
+        self.read: list[tuple[int, str]] = []
+
+    def submit(self, plan: StepPlan) -> OnePolled:
+        return OnePolled(self, plan.step)
+
+
+class OnePolled:
+    def __init__(self, steps: Polled, number: int) -> None:
+        self._steps, self._number = steps, number
+
+    def has_run(self) -> bool:
+        return self._number in self._steps.over
+
+    def result(self) -> StepResult:
+        while not self.has_run():
+            time.sleep(0.001)
+        self._steps.read.append((self._number, threading.current_thread().name.partition("_")[0]))
+        if self._number == 3:
+            raise ValueError("no such step")
+        return StepResult(rows=[], elapsed_s=self._number)
+
+
+async def test_polled_steps_are_read_by_the_event_loop_in_order_until_one_behind_them_is_not() -> None:
+    steps, threads = Polled(), EngineThreads(submits_here=True)
+    runner: Any = steps
+    here = threading.current_thread().name
+    first, second = (threads.start(runner, StepPlan(number, []), polled=True) for number in (1, 2))
+    steps.over.add(2)
+    threads.poll()
+    assert threads.polls and not first.done() and not second.done(), "the second is behind the first"
+    steps.over.add(1)
+    threads.poll()
+    assert [(await step).elapsed_s for step in (first, second)] == [1, 2]
+    assert steps.read == [(1, here), (2, here)] and not threads.polls
+
+    failing = threads.start(runner, StepPlan(3, []), polled=True)
+    steps.over.add(3)
+    threads.poll()
+    with pytest.raises(ValueError, match="no such step"):
+        await failing
+
+    steps.read.clear()
+    polled = threads.start(runner, StepPlan(4, []), polled=True)
+    waited = threads.start(runner, StepPlan(5, []))
+    behind = threads.start(runner, StepPlan(6, []), polled=True)
+    assert not threads.polls, "the thread waits for all three, in order"
+    steps.over |= {4, 5, 6}
+    assert [(await step).elapsed_s for step in (polled, waited, behind)] == [4, 5, 6]
+    assert steps.read == [(4, "engine"), (5, "engine"), (6, "engine")]
+    again = threads.start(runner, StepPlan(7, []), polled=True)
+    assert threads.polls
+    steps.over.add(7)
+    threads.poll()
+    await again
+    assert threads.close()
+
+
 class LongSteps:
     """Steps of 300 tokens that take 0.1 s each, five of them; `planned_at` and `ended_at` on the event loop's clock."""
 

@@ -39,9 +39,11 @@ class BlockTables:
         self.num_blocks = num_blocks
         self.slots = TableSlots(max_ids=max_ids, max_tables=max_tables)
         self.ids = torch.zeros(len(self.slots.ids), dtype=torch.int32, device=device)
+        self._flat = self._placed = Placed(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        """What the slots said of the step before, and the same by groups."""
 
     def place(self, rows: Sequence[StepRow]) -> Placed:
-        """Return where the tables of a step are to be: [groups, rows].
+        """Return where the tables of a step are to be: [groups, rows]; the same arrays where nothing has changed.
 
         :raises InvalidParameter: if a row has other tables than one for each group, or see `TableSlots.place`.
         """
@@ -51,8 +53,10 @@ class BlockTables:
             raise InvalidParameter(f"a row has other block tables than one for each of {num_groups} cache groups")
         for group in range(num_groups - 1):
             tables += [others[group] for others in more]
-        starts, held = self.slots.place(tables, self.num_blocks)
-        return Placed(starts.reshape(num_groups, -1), held.reshape(num_groups, -1))
+        flat = self.slots.place(tables, self.num_blocks)
+        if flat is not self._flat:
+            self._flat, self._placed = flat, Placed(flat.starts.reshape(num_groups, -1), flat.held.reshape(num_groups, -1))
+        return self._placed
 
     def write_changes(self, out: NDArray[np.uint8]) -> int:
         """Write what the device lacks to the end of a step's upload. out: uint8, aligned to 8 bytes.

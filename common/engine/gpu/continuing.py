@@ -64,7 +64,7 @@ class Continuing:
                 if block >= len(table) or table[block] < 0:
                     return None
         placed = self._tables.place(rows)
-        if (placed.starts != known.packed.first_blocks).any():
+        if placed.starts is not known.packed.first_blocks and (placed.starts != known.packed.first_blocks).any():
             return None
         return Known(rows, known.shape, known.packed._replace(starts=known.packed.starts + 1))
 

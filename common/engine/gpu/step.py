@@ -38,6 +38,13 @@ class DeviceStep:
         self._logprobs = logprobs
         self._event = event
 
+    def has_run(self) -> bool:
+        """See `plan.PendingStep`."""
+        try:
+            return self._event is None or self._event.query()
+        except torch.AcceleratorError:
+            return True
+
     def sampled(self) -> list[int]:
         """All samples in order, once the step has run; `NO_TOKEN` for those without finite logits.
 

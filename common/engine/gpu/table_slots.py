@@ -55,32 +55,41 @@ class TableSlots:
         self._turn = 0
         self._versions: list[int] = []
         self._slots = np.zeros(0, np.int64)
+        self._lengths: list[int] = []
+        self._placed: Placed | None = None
+        """Of the step before, whose tables had `_versions` and `_lengths`."""
         self._singles: list[int] = []
         self._ranges: list[tuple[int, int]] = []
         self._unnamed = itertools.count(1)
 
     def place(self, tables: Sequence[list[int]], num_blocks: Sequence[int]) -> Placed:
-        """Give every table of a step a slot with what it holds now.
+        """Give every table of a step a slot with what it holds now. For the same tables again, return the same arrays.
 
         num_blocks: of the pools of the step's cache groups. The tables are those of the first group's rows, then those of the
         next one's. A list that is no `BlockTable` is sent whole.
 
         :raises InvalidParameter: if a table names a block that its pool does not have, or the tables are too large together.
         """
-        lengths = np.fromiter(map(len, tables), np.int64, len(tables))
+        versions, counts = self._versions_of(tables), list(map(len, tables))
+        if self._placed is not None and versions == self._versions and counts == self._lengths:
+            return self._placed
+        self._placed = None
+        lengths = np.array(counts, np.int64)
         num_ids = lengths.sum()
         if len(tables) > self._max_tables or num_ids > self.max_ids:
             raise InvalidParameter(
                 f"a step has {len(tables)} block tables with {num_ids} ids; this engine holds {self._max_tables} "
                 f"with {self.max_ids}"
             )
-        step = _Step(tables, self._versions_of(tables), lengths)
+        step = _Step(tables, versions, lengths)
         if not self._update(step, num_blocks):
             self.forget()  # the gaps between tables are too small: begin with the largest, and there are none
             self._enter(step, np.argsort(-lengths, kind="stable").tolist())
             placed = self._update(step, num_blocks)
             assert placed, "extents don't hold a step's tables"
-        return Placed(self._starts[self._slots], self._held[self._slots])
+        self._lengths = counts
+        self._placed = Placed(self._starts[self._slots], self._held[self._slots])
+        return self._placed
 
     def changes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return what the device lacks: places in the array, and the ids to put there, 0 for holes."""
@@ -104,7 +113,7 @@ class TableSlots:
         self._slot_of.clear()
         self._free = list(range(self._max_tables))
         self._used[:] = _NEVER
-        self._versions, self._slots = [], np.zeros(0, np.int64)
+        self._versions, self._slots, self._placed = [], np.zeros(0, np.int64), None
 
     def _versions_of(self, tables: Sequence[list[int]]) -> list[int]:
         try:
