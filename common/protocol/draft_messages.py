@@ -80,9 +80,11 @@ class Drafting(msgspec.Struct, frozen=True, array_like=True):
     """What a draft worker says of itself in its `Presence`: its model's name, empty for n-grams, and the share of the last
     seconds in which it drafted, 0 to 1. A decode worker says the name of the head that drafts in its process, if it has one.
 
-    `problem`: why the draft model can't be used, so that nothing is drafted; empty where it can.
+    `problem`: why the draft model can't be used, so that nothing is drafted; empty where it can. `longest`: tokens of a text
+    behind which it drafts nothing, since its model's context is not longer; 0: any text will do.
     """
 
     model: str = ""
     busy_share: float = 0.0
     problem: str = ""
+    longest: int = 0

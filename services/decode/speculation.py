@@ -58,6 +58,7 @@ class DraftBook:
         self.costs = policy.costs
         self._mirrors: dict[str, MirroredSequence] = {}
         self._rooms: dict[WorkerRef, int] = {}  # how many more mirrors each draft worker takes
+        self._longest: dict[WorkerRef, int] = {}  # texts as long get nothing of those draft workers
         self._with_model: frozenset[WorkerRef] = frozenset()  # draft workers that compute texts before they propose
         self._closing: dict[WorkerRef, list[str]] = {}
 
@@ -131,6 +132,7 @@ class DraftBook:
         ready = {presence.worker: presence.credits for presence in workers if presence.state == "ready"}
         self._closing = {worker: closing for worker, closing in self._closing.items() if worker in ready}
         self._rooms = ready
+        self._longest = {presence.worker: presence.drafting.longest for presence in workers if presence.drafting.longest}
         self._with_model = frozenset(presence.worker for presence in workers if presence.vocabulary)
         for sequence, mirror in self._mirrors.items():
             if mirror.worker is not None and mirror.worker not in ready:
@@ -237,6 +239,9 @@ class DraftBook:
             self.policy.record(mirror.pace, hits, int(hits < len(came)))
         if mirror.table:
             self._turn(mirror)
+        if mirror.worker is not None and not self._suits(mirror.worker, mirror):
+            self._leave(sequence, mirror)
+            self._assign(mirror)
 
     def on_proposals(self, message: Proposals) -> list[tuple[str, int]]:
         """The latest proposal wins, unless it has failed and one that was there holds; what is older, unknown, from another
@@ -348,8 +353,9 @@ class DraftBook:
         return result
 
     def _assign(self, mirror: MirroredSequence) -> None:
-        """Give the sequence to the draft worker with the most room, if any has room."""
-        worker = max(self._rooms, key=self._rooms.__getitem__, default=None)
+        """Give the sequence to the draft worker with the most room, if any has room and a long enough context."""
+        suitable = [worker for worker in self._rooms if self._suits(worker, mirror)]
+        worker = max(suitable, key=self._rooms.__getitem__, default=None)
         if worker is None or self._rooms[worker] <= 0:
             return
         self._rooms[worker] -= 1
@@ -357,6 +363,11 @@ class DraftBook:
         mirror.sent = mirror.whole_at = mirror.quiet = 0
         mirror.answered = False
         mirror.base, mirror.proposal, mirror.table = 0, (), ()
+
+    def _suits(self, worker: WorkerRef, mirror: MirroredSequence) -> bool:
+        """Whether the draft worker drafts behind so long a text."""
+        longest = self._longest.get(worker)
+        return longest is None or len(mirror.tokens) < longest
 
     def _leave(self, sequence: str, mirror: MirroredSequence) -> None:
         """Take the sequence from its worker, which is told if it still lives."""

@@ -281,7 +281,12 @@ class ModelDraftActor(DraftActor):
         )
         if self.drafter is None or self.opened is None:
             return said
-        return msgspec.structs.replace(said, vocabulary=self.opened.vocabulary, kv=self.drafter.blocks.pool.usage())
+        return msgspec.structs.replace(
+            said,
+            vocabulary=self.opened.vocabulary,
+            kv=self.drafter.blocks.pool.usage(),
+            drafting=msgspec.structs.replace(said.drafting, longest=self.drafter.max_context),
+        )
 
     def tick(self, now: float) -> None:
         """:raises RunnerLost: a step hangs; a supervisor starts this worker again."""

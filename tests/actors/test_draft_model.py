@@ -296,6 +296,8 @@ async def test_heartbeats_say_why_a_model_can_not_be_used(make: Callable[..., Mo
         alive = lambda: decoder.registry.alive("draft", decoder.clock())  # noqa: E731
         await until(lambda: [beat.state for beat in alive()] == ["ready", "ready"])
         problems = {beat.worker: beat.drafting.problem for beat in alive()}
+        longest = {beat.worker: beat.drafting.longest for beat in alive()}
+        assert good.drafter is not None and longest == {good.ref: good.drafter.max_context, damaged.ref: 0}
     assert problems[good.ref] == ""
     assert problems[damaged.ref].startswith("no room for weights ") and len(problems[damaged.ref]) == MAX_PROBLEM_CHARS
 

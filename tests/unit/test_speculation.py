@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from common.engine.outcomes import Outcome, accept
 from common.engine.plan import StepPlan, StepRow
 from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
-from common.protocol.draft_messages import DraftBranch, DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
+from common.protocol.draft_messages import (
+    DraftBranch,
+    DraftClose,
+    Drafting,
+    DraftResync,
+    DraftRow,
+    DraftSampling,
+    DraftUpdate,
+    Proposals,
+)
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, SamplingParams
 from services.decode.mirrored_sequence import MAX_PROPOSAL, RESYNC_TOKENS, align
@@ -300,6 +309,28 @@ def test_a_draining_draft_worker_loses_its_sequences() -> None:
     book.open("a", [1])
     book.set_workers([drafter("draft-1", state="draining")])
     assert book.worker_of("a") is None and book.messages(DECODE) == []
+
+
+def test_a_text_goes_to_draft_workers_whose_context_is_longer() -> None:
+    short = msgspec.structs.replace(drafter("draft-1"), drafting=Drafting("m", longest=6))
+    book = make_book(short)
+    tokens, long = [1, 2, 3, 4], [1] * 6
+    book.open("a", tokens)
+    book.open("b", long)
+    assert book.worker_of("a") == short.worker and book.worker_of("b") is None
+    updates(book)
+    offer(book, short, "a", 4, [5, 6, 7])
+    for token in (5, 6):
+        assert book.worker_of("a") == short.worker
+        tokens.append(token)
+        book.record("a", 0, 0)
+    assert book.worker_of("a") is None and book.propose("a", 8) == []
+    assert closes(book) == {short.worker: ["a"]}
+    book.set_workers([short])
+    assert book.worker_of("a") is None and not updates(book), "nor is it tried again"
+    other = drafter("draft-2")
+    book.set_workers([short, other])
+    assert updates(book) == {other.worker: [DraftRow("a", 0, tokens), DraftRow("b", 0, long)]}
 
 
 def test_a_finished_sequence_is_closed_once_and_its_room_comes_back() -> None:
