@@ -39,9 +39,11 @@ def choices(token: int, percent: float) -> tuple[int, int]:
 
 
 def samples(first: int, second: int, *, with_logprobs: bool) -> RowSamples:
-    """Return what a draft step gives for a row with these two choices: the first one, and its log-probabilities."""
+    """Return what a draft step gives for a row with these two choices: the first one, and its log-probabilities. As with dummy
+    models that count, the second one is as likely as one in six if it is right, and next to impossible else."""
     others = range(WRONG - 8, WRONG - 2)
-    said = TokenLogprobs(-0.25, (first, second, *others), (-0.25, -1.7, *(-6.0 - rank for rank in range(6))))
+    best, next_best = (-0.18, -1.97) if second < WRONG <= first else (-1e-4, -12.0)
+    said = TokenLogprobs(best, (first, second, *others), (best, next_best, *(-14.0 - rank for rank in range(6))))
     return RowSamples([first], logprobs=[said] if with_logprobs else None)
 
 

@@ -19,7 +19,7 @@ from common.cache.block_table import BlockTable
 from common.engine.plan import UNKNOWN, RowSamples, StepRow
 from common.protocol.draft_messages import DraftBranch
 from common.protocol.errors import OutOfBlocks
-from services.draft.choices import Choice, likeliest
+from services.draft.choices import MIN_CHANCE, Choice, likeliest
 from services.draft.flights import Flights
 from services.draft.mirror import Branch, BranchKey, Mirror
 from services.draft.mirror_blocks import MirrorBlocks
@@ -28,11 +28,10 @@ MAX_PROMPT_TABLES = 8
 """Mirrors up to which every step's news of their branches are sent; of more they are too many messages."""
 MAX_TABLE_TOKENS = 96
 """Token ids of a table at most, of up to five bytes each."""
-_MIN_CHANCE = 0.01
 
 
 class Branches:
-    """count: of all mirrors together, in equal shares; 0: none. length: tokens drafted behind a branch's first one.
+    """count: of all mirrors together, in shares (see `share`); 0: none. length: tokens drafted behind a branch's first one.
     step_tokens: of all branches in a step at most."""
 
     def __init__(
@@ -41,7 +40,8 @@ class Branches:
         self.blocks = blocks
         self.flights = flights
         self.length = max(1, min(length, MAX_TABLE_TOKENS - 1))
-        self.count = min(count, MAX_TABLE_TOKENS // (1 + self.length))
+        self.count = count
+        self._most_each = MAX_TABLE_TOKENS // (1 + self.length)
         self.step_tokens = step_tokens
         self.max_context = max_context
         self.num_tokens = 0
@@ -50,9 +50,12 @@ class Branches:
     # -- what there is
 
     def share(self, num_mirrors: int) -> int:
-        """Return how many a mirror has at most. A step takes longer with each row, most of it on the host, and where there are
-        many mirrors, their next tokens are worth more than what branches save."""
-        return self.count // max(1, num_mirrors)
+        """Return how many a mirror has at most: equal shares, but one each of up to twice as many mirrors. A step takes longer
+        with each row, most of it on the host, and where there are more, their next tokens are worth more than what branches
+        save."""
+        if num_mirrors > 2 * self.count:
+            return 0
+        return min(self._most_each, max(1, self.count // max(1, num_mirrors)))
 
     def wanting(self, mirrors: Iterable[Mirror], share: int) -> list[tuple[Mirror, BranchKey]]:
         """Drop the branches that others are likelier than, or that are beyond a mirror's share. Return those to begin or to go
@@ -61,7 +64,7 @@ class Branches:
         for mirror in mirrors:
             drafted = range(mirror.num_confirmed, len(mirror.text))
             choices = [mirror.choices[index] for index in itertools.takewhile(mirror.choices.__contains__, drafted)]
-            best = likeliest(mirror.num_confirmed, choices, mirror.acceptance, share, _MIN_CHANCE)
+            best = likeliest(mirror.num_confirmed, choices, mirror.acceptance, share, MIN_CHANCE)
             wanted = {(position, token): chance for chance, position, token in best}
             for key in [key for key in mirror.branches if key not in wanted]:
                 self.drop(mirror, key)

@@ -19,6 +19,9 @@ from common.ops.sampling.gumbel import GREEDY_BELOW, gumbel_noise_of_each
 from common.protocol.messages import SamplingParams, TokenLogprobs
 
 MASK64 = (1 << 64) - 1
+MIN_CHANCE = 0.01
+"""Of what may come instead, below which it gets no branch."""
+SURE = math.log1p(-MIN_CHANCE)
 TOP_TOKENS = 8
 """The likeliest tokens of a position, among which alternatives are found."""
 
@@ -54,7 +57,7 @@ def drawn_in(plan: StepPlan, result: StepResult, vocab_size: int) -> list[Choice
 
 def choices_of(drawn: Sequence[Drawn]) -> list[Choice]:
     """Return what could have been drawn instead, for each of `drawn`. The noise of all is computed together."""
-    scores = [_scores(one) for one in drawn]
+    scores = [{} if _is_sure(one) else _scores(one) for one in drawn]
     noisy = [index for index, one in enumerate(drawn) if one.params.temperature >= GREEDY_BELOW]
     if noisy:
         counts = [len(scores[index]) for index in noisy]
@@ -65,7 +68,15 @@ def choices_of(drawn: Sequence[Drawn]) -> list[Choice]:
         extras = iter(noise)
         for index in noisy:
             scores[index] = {token: score + next(extras) for token, score in scores[index].items()}
-    return [_choice(one.token, own) for one, own in zip(drawn, scores, strict=True)]
+    return [
+        _choice(one.token, own) if own else Choice(math.exp(one.said.logprob), ())
+        for one, own in zip(drawn, scores, strict=True)
+    ]
+
+
+def _is_sure(one: Drawn) -> bool:
+    """Whether nothing else is likely enough to matter: as with most tokens of most texts, at no noise."""
+    return one.params.temperature < GREEDY_BELOW and one.said.logprob > SURE
 
 
 def _scores(one: Drawn) -> dict[int, float]:

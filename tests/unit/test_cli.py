@@ -329,7 +329,7 @@ def test_status_says_why_a_draft_worker_drafts_nothing() -> None:
     console.print(status.table([draft]))
     lines = [line.strip() for line in console.export_text().splitlines()]
     assert lines[-1] == f"{draft.worker.id}: drafts nothing: {problem}"
-    assert status.as_fields(draft)["drafting"] == {"model": "small", "busy_share": 0.0, "problem": problem}
+    assert status.as_fields(draft)["drafting"] == {"model": "small", "busy_share": 0.0, "problem": problem, "longest": 0}
 
 
 def test_up_says_that_a_kvstore_can_not_use_its_disk() -> None:

@@ -11,7 +11,8 @@ import pytest
 from common.engine.plan import RowSamples, StepPlan, StepResult, StepRow
 from common.ops.sampling.gumbel import gumbel_noise, gumbel_noise_of_each
 from common.protocol.messages import SamplingParams, TokenLogprobs
-from services.draft.choices import Choice, Drawn, choices_of, drawn_in
+from services.draft import choices
+from services.draft.choices import MIN_CHANCE, Choice, Drawn, choices_of, drawn_in, likeliest
 
 SAMPLING = [
     SamplingParams(temperature=0.0),
@@ -82,3 +83,21 @@ def test_a_row_without_a_token_or_without_likeliest_tokens_has_no_choice() -> No
     (expected,) = choices_of([Drawn(token, said, SAMPLING[1], 7)])
     assert isinstance(expected, Choice)
     assert found == [expected, None, None, None]
+
+
+def test_a_token_without_likely_alternatives_gets_no_branch_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sure(chance: float) -> Drawn:
+        rest = [math.log(part * (1 - chance)) for part in (0.6, 0.3, 0.1)]
+        return Drawn(7, TokenLogprobs(math.log(chance), (7, 8, 9, 10), (math.log(chance), *rest)), SAMPLING[0], 3)
+
+    every = [sure(0.995), sure(0.9), sure(0.9999), sure(0.5), *drawn(40)]
+    with monkeypatch.context() as context:
+        context.setattr(choices, "SURE", 1.0)
+        whole = choices_of(every)
+    shorter = choices_of(every)
+    assert [one.alternatives for one in shorter[:3]] == [(), whole[1].alternatives, ()]
+    for count in (1, 3, 8):
+        expected = likeliest(0, whole, 0.7, count, MIN_CHANCE)
+        found = likeliest(0, shorter, 0.7, count, MIN_CHANCE)
+        assert [one[1:] for one in found] == [one[1:] for one in expected]
+        assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], rel=0.02)
