@@ -53,7 +53,7 @@ class Branches:
         """Return how many a mirror has at most: equal shares, but one each of up to twice as many mirrors. A step takes longer
         with each row, most of it on the host, and where there are more, their next tokens are worth more than what branches
         save."""
-        if num_mirrors > 2 * self.count:
+        if not self.count or num_mirrors > 2 * self.count:
             return 0
         return min(self._most_each, max(1, self.count // max(1, num_mirrors)))
 

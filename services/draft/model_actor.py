@@ -224,6 +224,9 @@ class ModelDraftActor(DraftActor):
             log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
             raise
         except Exception as error:
+            while self._threads.polls:  # those behind it
+                await asyncio.sleep(0)
+                self._threads.poll()
             await asyncio.gather(*(later for _, later in self._steps_in_air), return_exceptions=True)
             for _ in range(1 + len(self._steps_in_air)):
                 self.watch.ended(self.clock())

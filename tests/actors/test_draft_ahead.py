@@ -4,10 +4,12 @@ comes while one runs is planned by at once."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from common.engine.plan import StepPlan, StepResult
@@ -22,7 +24,7 @@ __all__ = ["make", "model"]
 
 class Ahead:
     """The engine's runner, as one that runs ahead: rows are fed with what the step before has sampled. Steps end while `gate`
-    is open."""
+    is open, but those behind `last_step`, and raise an error while it `fails`."""
 
     run_ahead = 2
 
@@ -31,6 +33,8 @@ class Ahead:
         self._samples: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.fails = False
+        self.last_step = 1 << 30
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -40,6 +44,10 @@ class Ahead:
 
     def run(self, plan: StepPlan) -> StepResult:
         assert self.gate.wait(20)
+        while plan.step > self.last_step:
+            time.sleep(0.001)
+        if self.fails:
+            raise ValueError("a step fails")
         for row in plan.rows:
             if row.feed >= 0:
                 row.tokens = [self._samples[row.feed], *row.tokens[1:]]
@@ -53,7 +61,7 @@ class Pending:
         self._ahead, self._plan = ahead, plan
 
     def has_run(self) -> bool:
-        return self._ahead.gate.is_set()
+        return self._ahead.gate.is_set() and self._plan.step <= self._ahead.last_step
 
     def result(self) -> StepResult:
         return self._ahead.run(self._plan)
@@ -104,4 +112,32 @@ async def test_a_step_waits_for_an_update_that_is_due_and_not_for_the_step_that_
         await until(rested)
         assert drafter._mirrors[key].text[3:9] == expected
         draft.proposer.close(key)
+        await until(lambda: free(draft))
+
+
+@pytest.mark.parametrize("polls", [False, True])
+async def test_a_step_that_fails_with_another_behind_it_costs_its_mirrors(
+    polls: bool, make: Callable[..., ModelDraftActor], model: Path
+) -> None:
+    broker = MemoryBroker()
+    decoder, draft = Decoder(broker), make(broker)
+    draft.polls = polls
+    async with running(decoder, draft):
+        await until(lambda: draft.opened is not None and draft.drafter is not None)
+        assert draft.opened is not None and draft.drafter is not None
+        drafter, ahead = draft.drafter, Ahead(draft.opened.engine.runner)
+        draft.opened.engine.runner = ahead  # type: ignore[assignment]
+        ahead.gate.clear()
+        decoder.update(draft, DraftRow(sequence="a", base=0, tokens=[1, 2, 3]))
+        await until(lambda: len(drafter._mirrors) == 1 and drafter._mirrors[decoder.ref, "a"].air.num_steps == 2)
+        ahead.fails, ahead.last_step = True, 1
+        ahead.gate.set()
+        await anyio.sleep(0.05)
+        assert draft.watch.age_s(draft.clock()) > 0, "the second one still runs"
+        ahead.last_step = 1 << 30
+        await until(lambda: free(draft))
+        ahead.fails = False
+        decoder.update(draft, DraftRow(sequence="b", base=0, tokens=[1, 2, 3]))
+        await until(lambda: drafter.num_drafted((decoder.ref, "b")) == 6)
+        draft.proposer.close((decoder.ref, "b"))
         await until(lambda: free(draft))
