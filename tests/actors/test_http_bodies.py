@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import socket
@@ -39,10 +40,11 @@ async def post_gzip(core: ScriptedCore, data: bytes, *, encoding: str = "gzip", 
 # ── compressed ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
 @pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "GZIP", "identity"])
-async def test_a_gzip_body_is_read(encoding: str) -> None:
+async def test_a_gzip_body_is_read(encoding: str, mark: bytes) -> None:
     core = ScriptedCore(says("hello", finish="stop"))
-    data = json.dumps(HI).encode()
+    data = mark + json.dumps(HI).encode()
     response = await post_gzip(core, data if encoding == "identity" else gzip.compress(data), encoding=encoding)
     assert response.json()["choices"][0]["message"]["content"] == "hello"
 

@@ -92,8 +92,9 @@ def test_what_has_no_boundary_is_refused(content_type: bytes) -> None:
 # -- lines
 
 
-def test_lines_are_the_same_however_they_are_cut() -> None:
-    text = b"one\r\n\n  two  \nthree and more\n\n" + b"x" * 500 + b"\nlast"
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_lines_are_the_same_however_they_are_cut(mark: bytes) -> None:
+    text = mark + b"one\r\n\n  two  \nthree and more\n\n" + b"x" * 500 + b"\nlast"
     for size in (1, 3, 7, 1000):
         splitter = LineSplitter(100)
         found = [line for at in range(0, len(text), size) for line in splitter.push(text[at : at + size])]

@@ -8,6 +8,7 @@ and is the line's own result.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Callable, Iterator
 
@@ -97,16 +98,22 @@ def custom_id_of(raw: bytes) -> str:
 
 
 class LineSplitter:
-    """Lines from the bytes of a file, as they come. Blank lines are no lines."""
+    """Lines from the bytes of a file, as they come. Blank lines are no lines, and a byte order mark is no part of the first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._rest = b""
         self._searched = 0
+        self._is_marked: bool | None = None
+        """Whether the file begins with a byte order mark; None: too little of it is there."""
 
     def push(self, data: bytes) -> Iterator[bytes]:
         """The lines that `data` completes. One that is too long comes cut off, one byte longer than a line may be."""
         self._rest += data
+        if self._is_marked is None and len(self._rest) >= len(codecs.BOM_UTF8):
+            self._is_marked = self._rest.startswith(codecs.BOM_UTF8)
+            self._rest = self._rest.removeprefix(codecs.BOM_UTF8)
+            self._searched = 0
         start = 0
         while (end := self._rest.find(b"\n", max(start, self._searched))) >= 0:
             line = self._rest[start:end].strip()
