@@ -85,6 +85,7 @@ def test_what_the_decoder_has_not_is_named(changes: dict[str, Any], message: str
         ({"llama.expert_count": 8}, "expert_used_count"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.rope.dimension_count": 32}, "part of the head"),
+        ({"llama.rope.dimension_count": 96}, "does not fit a head of 64"),
     ],
 )
 def test_what_the_decoder_has_not_is_named_for_gguf_too(changes: dict[str, Any], message: str) -> None:

@@ -42,12 +42,17 @@ def gguf_attention(fields: Fields, *, rope: RopeSpec | None = None, partial: boo
 
     rope: None for what the metadata say. partial: a part of the head may be rotated. others: fields of `AttentionSpec`.
 
-    :raises ConfigError: if a part of the head is rotated, or K and V have heads of different sizes.
+    :raises ConfigError: if a part of the head is rotated and may not be, or more than the head is, or K and V have heads of
+        different sizes.
     """
     num_heads = fields.size("attention.head_count")
     head_dim = fields.size("attention.key_length", fields.size("embedding_length") // num_heads)
-    if fields.size("rope.dimension_count", head_dim) != head_dim and not partial:
+    rotated = fields.size("rope.dimension_count", head_dim)
+    if rotated > head_dim:
+        raise ConfigError(f"rotary embedding over {rotated} dimensions does not fit a head of {head_dim}")
+    if rotated < head_dim and not partial:
         raise ConfigError("rotary embedding over a part of the head is not supported for this family")
+    rope = rope or gguf_rope(fields)
     if fields.size("attention.value_length", head_dim) != head_dim:
         raise ConfigError("heads of different sizes for K and V are not supported")
     spec = AttentionSpec(
@@ -56,7 +61,7 @@ def gguf_attention(fields: Fields, *, rope: RopeSpec | None = None, partial: boo
         head_dim=head_dim,
         scale=head_dim**-0.5,
         window=gguf_window(fields),
-        rope=rope or gguf_rope(fields),
+        rope=msgspec.structs.replace(rope, dims=rotated % head_dim),
     )
     return msgspec.structs.replace(spec, **others)
 

@@ -38,7 +38,6 @@ def from_gguf(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
     mixer = gguf_attention(fields, partial=True, qkv_bias=bool(fields.numbers(_BIAS)))
     assert mixer.rope is not None
-    dims = fields.size("rope.dimension_count", mixer.head_dim)
-    rope = msgspec.structs.replace(mixer.rope, dims=dims % mixer.head_dim, interleaved=True)
+    rope = msgspec.structs.replace(mixer.rope, interleaved=True)
     layer = LayerSpec(mixer=msgspec.structs.replace(mixer, rope=rope), mlp=gguf_mlp(fields), norms="sandwich")
     return gguf_model(fields, "glm4", [layer] * fields.size("block_count"), names=_GGUF_NAMES)

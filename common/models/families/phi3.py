@@ -63,9 +63,7 @@ def from_gguf(fields: Fields) -> ModelSpec:
     if rope.type == "longrope" and {len(rope.short_factors), len(rope.long_factors)} != {dims // 2}:
         raise ConfigError(f"longrope needs a short and a long factor for each of {dims // 2} pairs of dimensions")
     _check_factors(rope, fields.where)
-    mixer = gguf_attention(fields, partial=True, rope=rope)
-    rope = msgspec.structs.replace(rope, dims=dims % mixer.head_dim)
-    layer = LayerSpec(mixer=msgspec.structs.replace(mixer, rope=rope), mlp=gguf_mlp(fields))
+    layer = LayerSpec(mixer=gguf_attention(fields, partial=True, rope=rope), mlp=gguf_mlp(fields))
     return gguf_model(fields, "phi3", [layer] * fields.size("block_count"), names=_GGUF_NAMES)
 
 
