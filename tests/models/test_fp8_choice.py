@@ -23,6 +23,7 @@ from common.engine.load.precision import Precision
 from common.models.config import ModelConfig, load_config
 from common.models.decoder import Decoder, modules
 from common.models.registry import load_decoder
+from common.models.shapes import SHAPES
 from common.models.source import ModelFiles, resolve
 from common.ops.kept import CACHE_VARIABLE
 from common.ops.linear.linear import linear
@@ -258,3 +259,19 @@ def test_the_head_of_a_draft_model_is_fp8_where_nothing_is_measured(drafts: bool
     assert choice is None
     assert (decoder.head.format == "fp8") == drafts
     assert {weight.format for role, weight in decoder.linears if role != "head"} == {"fp8"}
+
+
+@pytest.mark.parametrize(("capability", "format"), [((8, 0), "tiles"), ((9, 0), "fp8"), ((10, 0), "fp8")])
+def test_a_draft_model_in_groups_has_an_fp8_head_on_gpus_that_know_fp8(
+    capability: tuple[int, int], format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+    monkeypatch.setitem(SHAPES, "tiny-awq", SHAPES["tiny"] | {"quantization_config": awq})
+    files = resolve("dummy:tiny-awq")
+    config = load_config(files)
+    groups = Precision(compute="float32", weights="groups", kv="float32")
+    monkeypatch.setattr(load, "resolve_engine_precision", lambda *_: groups)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for drafts in (True, False):
+        decoder, _, _ = load._decoder(files, config, EngineConfig(), "cpu", None, drafts=drafts)
+        assert decoder.head.format == (format if drafts else "tiles")

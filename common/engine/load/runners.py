@@ -264,12 +264,14 @@ def _decoder(
         dummy=engine.load_format == "dummy",
         batch_invariant=engine.batch_invariant,
     )
-    head_in_fp8 = drafts and torch.cuda.get_device_capability(device) >= FP8_SINCE
+    knows_fp8 = precision.weights == "fp8" or (
+        precision.weights == "groups" and torch.cuda.get_device_capability(device) >= FP8_SINCE
+    )
     choice = _fp8_choice(files, model, engine, precision, torch.device(device), load)
     decoder = load(
         weights=precision.weights,
         plain=choice.plain if choice else (),
-        fp8_head=choice.head if choice else head_in_fp8,
+        fp8_head=choice.head if choice else drafts and knows_fp8,
         on_progress=on_progress,
     )
     # only now: what was measured above, and is kept on disk, does not depend on it
