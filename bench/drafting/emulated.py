@@ -6,7 +6,7 @@
 
 Real: the draft worker with a model (`services/draft/model_actor.py`) in a process of its own, its event loop and threads, a
 nats-server, and the decode worker's book of proposals (`services/decode/speculation.py`). Emulated: the draft worker's engine,
-whose steps take --draft-ms one after the other, and the host --submit-ms for each step and for each row, with the interpreter
+unless --draft names a model, whose steps take --draft-ms one after the other, and the host --submit-ms for each step and for each row, with the interpreter
 held; and a target whose steps take --target-ms and --verified-ms for each token, and which tells of a step --lag-ms after its
 end. Texts count, as in `bench.drafting.simulated`. So it shows what the draft worker's host costs, without a GPU.
 
@@ -146,8 +146,10 @@ async def draft_side(options: argparse.Namespace) -> None:
     config = DraftConfig(nats_url=options.nats, model=spec, draft_model=spec, draft_branches=options.branches, heartbeat_s=0.5)
 
     def open_engine(name: str, on_progress: Callable[[int, int], None]) -> DraftEngine:
+        if options.draft:
+            return open_draft_engine(config, name, on_progress)
         timed: Any = TimedEngine(times_of(options))
-        return open_draft_engine(config, name, on_progress) if options.draft else DraftEngine(timed, "")
+        return DraftEngine(timed, "")
 
     bus = await nats_bus.connect(options.nats, name="draft")
     actor = ModelDraftActor(bus=bus, config=config, open_engine=open_engine)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import anyio
@@ -106,7 +107,7 @@ class EngineThreads:
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._polled: deque[_Polled] = deque()
         self._last: asyncio.Future[StepResult] | None = None
-        """Of the waiting thread."""
+        """The last step whose result the waiting thread takes."""
         self._runner: Runner | None = None
         self._submitted: Future[PendingStep] | None = None
         """The last one of the submitting thread."""
@@ -151,7 +152,7 @@ class EngineThreads:
         while self._polled:
             plan, step, running = self._polled.popleft()
             taken = loop.run_in_executor(self.waiting, lambda plan=plan, step=step: self._ended(plan, step.result()))
-            taken.add_done_callback(lambda taken, running=running: _pass_on(taken, running))
+            taken.add_done_callback(partial(_pass_on, running))
 
     @property
     def polls(self) -> bool:
@@ -366,7 +367,10 @@ def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:
     return [half for half in (sequences[:middle], sequences[middle:]) if half]
 
 
-def _pass_on(taken: asyncio.Future[StepResult], running: asyncio.Future[StepResult]) -> None:
+def _pass_on(running: asyncio.Future[StepResult], taken: asyncio.Future[StepResult]) -> None:
+    """Give what was taken to who waits for the step, unless that was cancelled."""
+    if running.done():
+        return
     if taken.cancelled():
         running.cancel()
     elif (error := taken.exception()) is not None:

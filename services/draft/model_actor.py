@@ -51,8 +51,8 @@ MAX_PACE_TOKENS = 128
 MEASURED_STEPS = 9
 """The last ones, whose median is how long one takes."""
 MIN_POLLING_CORES = 8
-"""Of a machine on which an event loop asks again and again whether a step has run. Waiting for it in a thread, which needs the
-interpreter to hand over what comes, takes up to a third of a millisecond of each step."""
+"""Of a machine on which the event loop asks again and again whether a step has run, which keeps a core busy. A thread that
+waited for it would hold the interpreter when the loop submits the next step (decision 0099)."""
 MAX_PROBLEM_CHARS = 300
 """Of the reason that each heartbeat of a worker without a draft model repeats."""
 

@@ -93,7 +93,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> b
                         await anyio.lowlevel.checkpoint()
     except TimeoutError as error:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
-    return b"".join(chunks).removeprefix(codecs.BOM_UTF8)  # which Windows puts before text
+    return b"".join(chunks).removeprefix(codecs.BOM_UTF8)  # some programs put it before text
 
 
 class _Inflater:

@@ -15,6 +15,7 @@ import pytest
 from common.engine.plan import StepPlan, StepResult
 from common.protocol.draft_messages import DraftRow
 from common.testing.memory_bus import MemoryBroker
+from services.draft.drafting import Drafter
 from services.draft.model_actor import ModelDraftActor
 from tests.actors.test_draft import Decoder, running, until
 from tests.actors.test_draft_model import free, make, model
@@ -67,6 +68,15 @@ class Pending:
         return self._ahead.run(self._plan)
 
 
+async def running_ahead(draft: ModelDraftActor) -> tuple[Drafter, Ahead]:
+    """Once the model is loaded, let its engine run ahead."""
+    await until(lambda: draft.opened is not None and draft.drafter is not None)
+    assert draft.opened is not None and draft.drafter is not None
+    ahead = Ahead(draft.opened.engine.runner)
+    draft.opened.engine.runner = ahead  # type: ignore[assignment]
+    return draft.drafter, ahead
+
+
 @pytest.mark.parametrize("polls", [False, True])
 async def test_a_step_waits_for_an_update_that_is_due_and_not_for_the_step_that_runs(
     polls: bool, make: Callable[..., ModelDraftActor], model: Path
@@ -76,10 +86,7 @@ async def test_a_step_waits_for_an_update_that_is_due_and_not_for_the_step_that_
     is_due, draft.polls = False, polls
 
     async with running(decoder, draft):
-        await until(lambda: draft.opened is not None and draft.drafter is not None)
-        assert draft.opened is not None and draft.drafter is not None
-        drafter, ahead = draft.drafter, Ahead(draft.opened.engine.runner)
-        draft.opened.engine.runner = ahead  # type: ignore[assignment]
+        drafter, ahead = await running_ahead(draft)
         draft.cadence.is_due = lambda moment, now: is_due  # type: ignore[method-assign]
         key = (decoder.ref, "a")
 
@@ -123,10 +130,7 @@ async def test_a_step_that_fails_with_another_behind_it_costs_its_mirrors(
     decoder, draft = Decoder(broker), make(broker)
     draft.polls = polls
     async with running(decoder, draft):
-        await until(lambda: draft.opened is not None and draft.drafter is not None)
-        assert draft.opened is not None and draft.drafter is not None
-        drafter, ahead = draft.drafter, Ahead(draft.opened.engine.runner)
-        draft.opened.engine.runner = ahead  # type: ignore[assignment]
+        drafter, ahead = await running_ahead(draft)
         ahead.gate.clear()
         decoder.update(draft, DraftRow(sequence="a", base=0, tokens=[1, 2, 3]))
         await until(lambda: len(drafter._mirrors) == 1 and drafter._mirrors[decoder.ref, "a"].air.num_steps == 2)

@@ -104,16 +104,13 @@ class LineSplitter:
         self._max_bytes = max_bytes
         self._rest = b""
         self._searched = 0
-        self._is_marked: bool | None = None
-        """Whether the file begins with a byte order mark; None: too little of it is there."""
+        self._at_start = True
 
     def push(self, data: bytes) -> Iterator[bytes]:
         """The lines that `data` completes. One that is too long comes cut off, one byte longer than a line may be."""
         self._rest += data
-        if self._is_marked is None and len(self._rest) >= len(codecs.BOM_UTF8):
-            self._is_marked = self._rest.startswith(codecs.BOM_UTF8)
-            self._rest = self._rest.removeprefix(codecs.BOM_UTF8)
-            self._searched = 0
+        if self._at_start and len(self._rest) >= len(codecs.BOM_UTF8):
+            self._rest, self._searched, self._at_start = self._rest.removeprefix(codecs.BOM_UTF8), 0, False
         start = 0
         while (end := self._rest.find(b"\n", max(start, self._searched))) >= 0:
             line = self._rest[start:end].strip()
