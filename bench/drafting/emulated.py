@@ -5,10 +5,11 @@
     python -m bench.drafting.emulated --draft dummy:llama-3.2-1b-counting-80         with a draft model, on one GPU
 
 Real: the draft worker with a model (`services/draft/model_actor.py`) in a process of its own, its event loop and threads, a
-nats-server, and the decode worker's book of proposals (`services/decode/speculation.py`). Emulated: the draft worker's engine,
-unless --draft names a model, whose steps take --draft-ms one after the other, and the host --submit-ms for each step and for each row, with the interpreter
-held; and a target whose steps take --target-ms and --verified-ms for each token, and which tells of a step --lag-ms after its
-end. Texts count, as in `bench.drafting.simulated`. So it shows what the draft worker's host costs, without a GPU.
+nats-server, and the decode worker's book of proposals (`services/decode/speculation.py`). Emulated: a target whose steps take
+--target-ms and --verified-ms for each token, and which tells of a step --lag-ms after its end; and, unless --draft names a
+model, the draft worker's engine, whose steps take --draft-ms one after the other, and the host --submit-ms for each step and
+for each row, with the interpreter held. Texts count, as in `bench.drafting.simulated`. So it shows what the draft worker's host
+costs, without a GPU.
 
 Columns: tokens per second over those without proposals; steps that verify something; tokens accepted of those, and by step that
 verifies; a step of the target; from an update to the proposal that answers it.
