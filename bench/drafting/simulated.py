@@ -39,7 +39,7 @@ from services.draft.drafting import Drafter
 from services.draft.proposer import MirrorKey
 
 DRAFT, DECODE = WorkerRef("draft", "draft-0", 1), WorkerRef("decode", "decode-0", 1)
-DRAFTED, BRANCHES, BRANCH_TOKENS = 16, 8, 8
+DRAFTED, BRANCHES, BRANCH_TOKENS = 16, 6, 8
 VERIFIED_MS = 0.02
 """What a verified token adds to the target's step."""
 DRAFTED_MS = 0.004

@@ -31,7 +31,7 @@ MAX_TABLE_TOKENS = 96
 
 
 class Branches:
-    """count: of all mirrors together, in shares (see `share`); 0: none. length: tokens drafted behind a branch's first one.
+    """count: of all mirrors together, in equal shares; 0: none. length: tokens drafted behind a branch's first one.
     step_tokens: of all branches in a step at most."""
 
     def __init__(
@@ -50,12 +50,9 @@ class Branches:
     # -- what there is
 
     def share(self, num_mirrors: int) -> int:
-        """Return how many a mirror has at most: equal shares, but one each of up to twice as many mirrors. A step takes longer
-        with each row, most of it on the host, and where there are more, their next tokens are worth more than what branches
-        save."""
-        if not self.count or num_mirrors > 2 * self.count:
-            return 0
-        return min(self._most_each, max(1, self.count // max(1, num_mirrors)))
+        """Return how many a mirror has at most. A step takes longer with each row, most of it on the host: of many mirrors, their
+        next tokens are worth more than what branches save."""
+        return min(self._most_each, self.count // max(1, num_mirrors))
 
     def wanting(self, mirrors: Iterable[Mirror], share: int) -> list[tuple[Mirror, BranchKey]]:
         """Drop the branches that others are likelier than, or that are beyond a mirror's share. Return those to begin or to go

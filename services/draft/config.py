@@ -33,7 +33,7 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
             ge=-1,
             le=16,
             description="answers drafted for places where a draft model's proposal may fail, of all sequences together, in "
-            "equal shares, but one each of up to twice as many sequences; 0: none; -1: 8 on a GPU, none on a CPU",
+            "equal shares; 0: none; -1: 6 on a GPU, none on a CPU",
         ),
     ] = -1
     draft_quantization: Annotated[
@@ -67,4 +67,4 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
         """Return `draft_branches`, or what suits: on a CPU steps of branches would make the target's slower."""
         if self.draft_branches >= 0:
             return self.draft_branches
-        return 8 if on_gpu else 0
+        return 6 if on_gpu else 0
