@@ -120,7 +120,7 @@ def generate(runner: Any, case: Case, proposers: Proposers | None, token_budget:
     texts = [text_of(case, i, vocab_size=runner.vocab_size, max_context=runner.max_context) for i in range(case.rows)]
     if proposers is not None:
         scheduler.propose, scheduler.foresee = proposers.propose, proposers.foresee
-        scheduler.room_for, scheduler.begin_step = proposers.room_for, proposers.begin_step
+        scheduler.room_for, scheduler.begin_step, scheduler.wanted = proposers.room_for, proposers.begin_step, proposers.wanted
     for text in texts:
         scheduler.admit(text)
         if proposers is not None:
@@ -145,7 +145,9 @@ def generate(runner: Any, case: Case, proposers: Proposers | None, token_budget:
         elapsed_s, ended = time.perf_counter() - ended, time.perf_counter()
         progress = scheduler.commit(plan, result, 0.0)
         if proposers is not None:
-            proposers.drafts.costs.observe(plan.num_tokens, elapsed_s)
+            proposers.drafts.costs.observe(plan.num_tokens, elapsed_s - sum(one.seconds for one in result.passes))
+            if proposers.any_head is not None:
+                proposers.any_head.ran(result.passes)
             for one in progress:
                 proposers.record(one)
         host_s += time.perf_counter() - ended

@@ -25,10 +25,10 @@ def check_fleet_head(fleet: ModelFleet) -> HeadCheck:
     settings: Any = fleet.services.get("decode")
     if settings is None or not fleet.config.decode:
         return HeadCheck()
-    return head_of(settings, fleet.config.model, on_gpu=bool(fleet.gpus))
+    return head_of(settings, fleet.config.model)
 
 
-def head_of(settings: Any, model: str, *, on_gpu: bool) -> HeadCheck:
+def head_of(settings: Any, model: str) -> HeadCheck:
     """settings: a decode worker's."""
     setting, is_asked_for = settings.head, settings.head not in ("auto", "off")
     if setting == "off" or not settings.speculation_tokens:
@@ -38,7 +38,7 @@ def head_of(settings: Any, model: str, *, on_gpu: bool) -> HeadCheck:
         head = find_head(setting, files)
         if head is None:
             return HeadCheck()
-        _check_engine(settings, on_gpu=on_gpu)
+        _check_engine(settings)
         check_head(head, load_config(files), files.name)
     except PenstockError as error:
         return HeadCheck(reason=str(error).partition("\n")[0] if is_asked_for or not isinstance(error, _CantRun) else "")
@@ -49,10 +49,10 @@ class _CantRun(ConfigError):
     """The engine has no place for a head."""
 
 
-def _check_engine(settings: Any, *, on_gpu: bool) -> None:
+def _check_engine(settings: Any) -> None:
     """:raises ConfigError: if decode workers with these settings can't run any head."""
-    if on_gpu or settings.engine == "simulated":
-        raise _CantRun("a head runs beside engines on a CPU only: use --device cpu, or --head off", param="head")
+    if settings.engine == "simulated":
+        raise _CantRun("a head needs a model's hidden states, and a simulated engine has none: use --head off", param="head")
     if settings.zero_retention:
         raise _CantRun("a head keeps hidden states, which zero_retention forbids: use --head off", param="head")
 

@@ -19,6 +19,8 @@ from common.ops.sampling.board_layout import BOARD_WORDS, LINE_TOKENS, LINES
 
 BOARD_SLOTS = 16
 """Sequences that have a slot at once: posting for more takes too much of the host's time."""
+HEAD_SLOTS = 32
+"""Slots behind these, of sequences that the engine's head drafts for: the device itself posts there."""
 
 
 class ProposalBoard:
@@ -49,3 +51,18 @@ class ProposalBoard:
         words[1 : 1 + LINES] = [*map(len, kept), *[0] * (LINES - len(kept))]
         for begin, line in zip(range(1 + LINES, BOARD_WORDS, LINE_TOKENS), kept, strict=False):
             words[begin : begin + len(line)] = line
+
+
+class HeadSlots:
+    """Slots of the board that the device's head posts on, by number."""
+
+    def __init__(self) -> None:
+        self._free = list(range(BOARD_SLOTS, BOARD_SLOTS + HEAD_SLOTS))[::-1]
+
+    def take(self) -> int:
+        """Return a slot; -1: none is free."""
+        return self._free.pop() if self._free else -1
+
+    def give_back(self, slot: int) -> None:
+        """Nobody drafts for its sequence any more; a step in flight may still do so."""
+        self._free.append(slot)

@@ -10,7 +10,7 @@ import numpy as np
 from common.cache.grouped_pool import GroupedPool, PoolGroup
 from common.cache.pool import BlockPool
 from common.cache.retention import KEEP_ALL, Retention
-from common.engine.board import ProposalBoard
+from common.engine.board import HeadSlots, ProposalBoard
 from common.engine.plan import Runner
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError
@@ -40,8 +40,9 @@ class Engine:
     """A runner and the memory of its KV blocks: of the first cache group, and of the others in `more`.
     `identity`: what its weights are, see `Presence`. `files`: the model's; None where nothing is known of its tokenizer.
     `head`: the name of what drafts in its steps; empty where nothing does. `looks_up`: whether its steps look up what they
-    verify. `board`: where what they verify is posted until they begin; None: they can't read it. `stage`: through which blocks
-    in a GPU's memory pass to and from a kvstore. `tell`: see `DeviceRunner.tell_progress`."""
+    verify. `board`: where what they verify is posted until they begin; None: they can't read it. `head_slots`: of that board,
+    where the head posts by itself; None: what it drafts comes with a step's result. `stage`: through which blocks in a GPU's
+    memory pass to and from a kvstore. `tell`: see `DeviceRunner.tell_progress`."""
 
     runner: Runner
     memory: GroupMemory
@@ -52,6 +53,7 @@ class Engine:
     head: str = ""
     looks_up: bool = False
     board: ProposalBoard | None = None
+    head_slots: HeadSlots | None = None
     stage: HostStage | None = None
     tell: Callable[[np.ndarray], Callable[[], None] | None] = lambda word: None
     _end_telling: Callable[[], None] | None = None

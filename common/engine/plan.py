@@ -95,7 +95,8 @@ class StepRow(msgspec.Struct):
 
     `serial` >= 0 names the sequence to a head that drafts from hidden states: it notes those of this row. `drafts`: how many
     tokens it proposes behind the row's samples at most; with 1 or more it also computes what it has noted. It stops behind a
-    token where the chance of all so far, as it sees it, is below `least_chance`. A runner without a head passes over these.
+    token where the chance of all so far, as it sees it, is below `least_chance`. `following`: the token behind a row without
+    samples. A runner without a head passes over these.
     """
 
     tokens: list[int]
@@ -119,6 +120,7 @@ class StepRow(msgspec.Struct):
     serial: int = -1
     drafts: int = 0
     least_chance: float = 0.0
+    following: int = 0
     board: int = -1
     is_posted: bool = False
 

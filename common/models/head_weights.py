@@ -70,14 +70,18 @@ def load_head(head: HeadFiles, target: Decoder, target_name: str) -> HeadTensors
 
 
 def head_rows(target: Decoder, ids: torch.Tensor) -> torch.Tensor:
-    """Return those rows of the target's output head, float32 [ids, hidden]. On a CPU."""
+    """Return those rows of the target's output head, float32 [ids, hidden]."""
     if target.config.tie_embeddings:
-        return target.embedding[ids].float()
-    return _rows(target.head, ids)
+        return target.embedding[ids.to(target.device)].float()
+    return _rows(target.head, ids.to(target.device))
 
 
 def _rows(weight: LinearWeight, ids: torch.Tensor) -> torch.Tensor:
     """Tiles hold `LANES` rows; no more of them are unpacked than are wanted."""
+    if weight.format == "plain":
+        return weight.data[ids].float()
+    if weight.format == "fp8" and weight.scale is not None and weight.scale.ndim == 1:
+        return weight.data[ids].float() * weight.scale[ids][:, None]
     tiles, lanes = torch.unique(ids // LANES, return_inverse=True)
     places = lanes * LANES + ids % LANES
     if weight.int8 is not None:

@@ -38,6 +38,7 @@ from common.worker.actor import EngineWorker, OpenEngine
 from common.worker.early_heartbeats import EarlyHeartbeats
 from services.decode.arrivals import Arrivals
 from services.decode.config import DecodeConfig
+from services.decode.device_head import DeviceHeadDrafts
 from services.decode.device_lookup import DeviceLookup
 from services.decode.draft_trial import DraftTrial
 from services.decode.head_drafts import HeadDrafts
@@ -97,11 +98,14 @@ class DecodeActor(EngineWorker):
         self.max_proposal = self.config.max_proposal(on_gpu=self.engine.on_gpu)
         policy = SpeculationPolicy(max_tokens=self.max_proposal, max_step_tokens=self.config.max_verify_tokens, always=always)
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size, trial=DraftTrial(enabled=not always))
-        head = HeadDrafts(policy) if self.engine.head and self.config.speculation_tokens else None
+        has_head, slots = bool(self.engine.head and self.config.speculation_tokens), self.engine.head_slots
+        head = HeadDrafts(policy) if has_head and slots is None else None
+        device_head = DeviceHeadDrafts(policy, slots) if has_head and slots is not None else None
         lookup = [self.make_lookup(limits.max_running)] if self.looks_up else []
         on_device = DeviceLookup(policy) if self.engine.looks_up else None
-        posting = None if self.engine.board is None else Posting(self.engine.board, self.drafts)
-        self.proposers = Proposers(self.drafts, lookup, head, on_device, posting)
+        # a row takes from one slot of the board, the head's or that of draft workers
+        posting = None if self.engine.board is None or device_head is not None else Posting(self.engine.board, self.drafts)
+        self.proposers = Proposers(self.drafts, lookup, head, on_device, posting, device_head)
         self.speculation = SpeculationTelemetry(self.metrics, self.config.served_name, self.proposers)
         self.prompts = PromptBudget(self.config.slo_itl_ms / 1000)
         self.arrivals = Arrivals(self, max_streams=limits.max_running)
@@ -232,8 +236,8 @@ class DecodeActor(EngineWorker):
         self.counters.preemptions.inc(self.scheduler.num_preemptions - self.num_preemptions)
         self.num_preemptions = self.scheduler.num_preemptions
         self.drafts.costs.observe(plan.num_tokens, self.step_s - sum(one.seconds for one in result.passes))
-        if self.proposers.head is not None:
-            self.proposers.head.ran(result.passes)
+        if (head := self.proposers.any_head) is not None:
+            head.ran(result.passes)
 
     def try_drafts(self, plan: StepPlan, progress: list[Progress]) -> None:
         """Note the pace of a step that only decodes: is it worth while to ask draft workers?"""
@@ -327,7 +331,7 @@ class DecodeActor(EngineWorker):
             room=self.scheduler.room,
             draft_tokens=self.proposers.num_draft_tokens,
             accepted_tokens=self.proposers.num_accepted_tokens,
-            drafting=Drafting(self.engine.head if self.proposers.head is not None else ""),
+            drafting=Drafting(self.engine.head if self.proposers.any_head is not None else ""),
         )
 
     def tick(self, now: float) -> None:

@@ -18,6 +18,7 @@ from common.engine.sequence import Sequence
 from common.protocol.draft_messages import DraftSampling, Proposals
 from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef
+from services.decode.device_head import DeviceHeadDrafts
 from services.decode.device_lookup import DeviceLookup
 from services.decode.drafter import Drafter, Foreseen, Guess
 from services.decode.head_drafts import HeadDrafts
@@ -54,9 +55,9 @@ class _Row:
 class Proposers:
     """The scheduler's `begin_step`, `propose`, `foresee` and `room_for`.
 
-    head: of the engine, one of the drafters. on_device: what is known of lookup in the engine's steps. posting: of what draft
-    workers propose, on the engine's board. `by_source`: what was
-    verified, by the name of its drafter. `num_sequence_steps`: steps that gave tokens to a sequence, counted once for each.
+    head: of an engine on a CPU, one of the drafters; device_head: of one on a GPU. on_device: what is known of lookup in the
+    engine's steps. posting: of what draft workers propose, on the engine's board. `by_source`: what was verified, by the name
+    of its drafter. `num_sequence_steps`: steps that gave tokens to a sequence, counted once for each.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Proposers:
         head: HeadDrafts | None = None,
         on_device: DeviceLookup | None = None,
         posting: Posting | None = None,
+        device_head: DeviceHeadDrafts | None = None,
     ) -> None:
         self.drafts = drafts
+        self.device_head = device_head
         self.posting = posting
         self.drafters: Sized[Drafter] = drafters if head is None else [*drafters, head]
         self.head = head
@@ -75,8 +78,9 @@ class Proposers:
         self.policy = drafts.policy
         self.by_source = {DRAFT_WORKER: drafts.counters} | {drafter.name: SpeculationCounters() for drafter in self.drafters}
         self.num_sequence_steps = 0
-        if on_device is not None:
-            self.by_source.setdefault(on_device.name, SpeculationCounters())
+        for drafter in (on_device, device_head):
+            if drafter is not None:
+                self.by_source.setdefault(drafter.name, SpeculationCounters())
         self._rows: dict[str, _Row] = {}
         self._offered: list[_Row] = []
 
@@ -91,7 +95,13 @@ class Proposers:
     @property
     def num_sequences(self) -> int:
         """Sequences that are speculated for."""
-        return max(len(self._rows), 0 if self.head is None else self.head.num_sequences)
+        head = self.any_head
+        return max(len(self._rows), 0 if head is None else head.num_sequences)
+
+    @property
+    def any_head(self) -> HeadDrafts | DeviceHeadDrafts | None:
+        """The engine's head, wherever it computes."""
+        return self.head or self.device_head
 
     def facts_of(self, request: str) -> tuple[tuple[tuple[str, int], ...], Sized[WorkerRef]]:
         """Return what speculation came to for a sequence so far, as numbers by name, and the draft workers that were asked."""
@@ -108,8 +118,9 @@ class Proposers:
         self.drafts.open(sequence.request, sequence.tokens, draft_sampling(sequence), context)
         for drafter in self.drafters:
             drafter.open(sequence)
-        if self.on_device is not None:
-            self.on_device.open(sequence)
+        for drafter in (self.on_device, self.device_head):
+            if drafter is not None:
+                drafter.open(sequence)
 
     def close(self, sequence: Sequence) -> None:
         """Harmless twice."""
@@ -119,8 +130,9 @@ class Proposers:
         self.drafts.close(sequence.request)
         for drafter in self.drafters:
             drafter.close(sequence)
-        if self.on_device is not None:
-            self.on_device.close(sequence)
+        for drafter in (self.on_device, self.device_head):
+            if drafter is not None:
+                drafter.close(sequence)
 
     def reset(self) -> None:
         """Forget everything and tell nobody."""
@@ -130,8 +142,9 @@ class Proposers:
         self.drafts.reset()
         for drafter in self.drafters:
             drafter.reset()
-        if self.on_device is not None:
-            self.on_device.reset()
+        for drafter in (self.on_device, self.device_head):
+            if drafter is not None:
+                drafter.reset()
 
     def begin_step(self, decoding: Sized[Sequence]) -> Collection[Sequence] | None:
         """A step that decodes these sequences is about to be planned. Return those for which anything may be proposed, or whose
@@ -143,7 +156,8 @@ class Proposers:
         if device is not None:
             device.begin_step(len(decoding))
         posting = self.posting if self.drafts.asks_for_few else None
-        asks = self.drafters or device is not None or posting is not None
+        head = self.device_head
+        asks = self.drafters or device is not None or posting is not None or head is not None
         for row in self._offered:
             row.offer = None
         self._offered.clear()
@@ -156,7 +170,10 @@ class Proposers:
             if ladder is not None:
                 prospects.add(sequence)
             posted = posting.chances(sequence)[:limit] if posting is not None else []
-            if not ladder and not posted and not self.drafters:
+            coming = head.chances(sequence)[:limit] if head is not None else []
+            if head is not None:
+                others[sequence.request] = max(sum(ladder or ()), self.drafts.expected(sequence.request, 0))
+            if not ladder and not posted and not coming and not self.drafters:
                 continue
             self._offered.append(row)
             if posted:
@@ -172,19 +189,24 @@ class Proposers:
                 if sum(offer.chances) > most:
                     most, row.drafter, row.offer = sum(offer.chances), drafter.name, offer
                     chances[sequence.request] = offer.chances
+            if head is not None and sum(coming) > most:
+                most, row.drafter, row.offer = sum(coming), head.name, _Chosen(coming, is_posted=True)
+                chances[sequence.request] = coming
+                prospects.add(sequence)
             if device is not None and ladder and sum(ladder) > most and sequence.may_be_open:
                 row.drafter, row.offer = device.name, _Chosen(ladder)
                 chances[sequence.request] = ladder
         proposing = self.drafts.begin_step(len(decoding), chances)
-        if self.head is not None and limit:
-            self.head.begin_step(decoding, others)
+        if limit and (any_head := self.any_head) is not None:
+            any_head.begin_step(decoding, others)
         if self.drafters:
             return None
         return prospects.union(s for s in decoding if s.request in proposing) if proposing else prospects
 
     def wanted(self, sequence: Sequence) -> tuple[int, float]:
         """See `scheduler.Wanted`."""
-        return (-1, 0.0) if self.head is None else self.head.wanted(sequence)
+        head = self.any_head
+        return (-1, 0.0) if head is None else head.wanted(sequence)
 
     def room_for(self, sequence: Sequence, limit: int) -> Room:
         """At most `limit` tokens that the engine's step may choose and verify; see `hooks.RoomFor`."""
@@ -245,6 +267,8 @@ class Proposers:
             row.foreseen = []
         if self.head is not None:
             self.head.record(done.sequence, done.drafted)
+        if self.device_head is not None:
+            self.device_head.record(done.sequence, done.taken, done.accepted)
         device = self.on_device
         if device is not None and (done.looked_up is not None or device.expects(request)):
             device.record(done.sequence, done.start, done.looked_up)

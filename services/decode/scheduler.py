@@ -199,6 +199,7 @@ class DecodeScheduler:
             if sequence.num_awaited:
                 outcomes = self._outcomes(sequence, budget) if asks and not (room.num_tokens or room.is_posted) else []
                 row = sequence.plan(1, [], num_samples, outcomes, room)
+                self._ask(sequence, row)
             else:  # a grammar is read by the step that runs
                 asks = not room.num_tokens and (asks if sequence.matcher is None else not ahead)
                 row = sequence.plan(1, self._proposal(sequence, budget) if asks else [], num_samples, (), room)
@@ -307,8 +308,10 @@ class DecodeScheduler:
         """Ask the engine's head for what may follow the row, as far as a later step could take it."""
         count, row.least_chance = self.wanted(sequence)
         if count >= 0:
-            left = sequence.sampling.max_tokens - sequence.num_outputs - 2
+            left = sequence.sampling.max_tokens - sequence.num_outputs - max(1, sequence.num_awaited) - 1
             row.serial, row.drafts = sequence.serial, max(0, min(count, left))
+            end = row.start + len(row.tokens)
+            row.following = 0 if row.num_samples else sequence.tokens[end]
 
     def _proposal(self, sequence: Sequence, budget: int) -> list[int]:
         limit = self._limit(sequence, budget)

@@ -185,7 +185,7 @@ class SpeculationTelemetry(Collector):
 
     def _of_head(self) -> Iterator[Metric]:
         """What the head took, if there is one; it is part of the steps' time."""
-        head = self._proposers.head
+        head = self._proposers.any_head
         if head is None:
             return
         for name, description, value in (

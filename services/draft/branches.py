@@ -50,8 +50,8 @@ class Branches:
     # -- what there is
 
     def share(self, num_mirrors: int) -> int:
-        """Return how many a mirror has at most. A step takes longer with each row, most of it on the host: of many mirrors, their
-        next tokens are worth more than what branches save."""
+        """Return how many a mirror has at most. A step takes longer with each row, most of it on the host: of many mirrors,
+        their next tokens are worth more than what branches save."""
         return min(self._most_each, self.count // max(1, num_mirrors))
 
     def wanting(self, mirrors: Iterable[Mirror], share: int) -> list[tuple[Mirror, BranchKey]]:

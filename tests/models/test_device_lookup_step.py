@@ -57,7 +57,7 @@ class Chain:
         self.table = torch.randn(SYMBOLS, SYMBOLS, runner.vocab_size, generator=generator)
         self.table[..., :SYMBOLS] += 4
 
-    def __call__(self, shape: StepShape, rows: Any = (), read: Any = None) -> torch.Tensor:
+    def __call__(self, shape: StepShape, rows: Any = (), read: Any = None, *, notes: bool = False) -> torch.Tensor:
         runner = self.runner
         fields = layout(runner._buffer, shape, len(runner.groups))
         tokens = torch.where(fields.feeds >= 0, runner._sampler.sampled[fields.feeds.clamp_min(0)], fields.tokens)

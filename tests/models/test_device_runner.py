@@ -385,14 +385,13 @@ def test_a_card_that_refuses_what_libraries_compute_does_without(
     monkeypatch.setattr(prompt_plans, "attend_run", lambda *_: None)
     monkeypatch.setattr(prompt_plans, "attend_part", refuse)
     runner = device_runner(llama[1], dtype=torch.bfloat16)
-    assert runner._attention.suits_parts(2048, 4096)
-    runner.max_context = 8192
-    runner._plan_prompts(2048)
-    assert not runner._attention.suits_parts(2048, 4096)
-    assert runner._attention.ragged_max, "what works stays"
+    assert runner._attention.settings.suits_parts(2048, 4096)
+    runner._attention.plan_prompts(2048, 8192)
+    assert not runner._attention.settings.suits_parts(2048, 4096)
+    assert runner._attention.settings.ragged_max, "what works stays"
     monkeypatch.setattr("common.ops.attention.prefill.attend_ragged", lambda query, *_: query)
-    runner._plan_prompts(2048)
-    assert not runner._attention.ragged_max
+    runner._attention.plan_prompts(2048, 8192)
+    assert not runner._attention.settings.ragged_max
 
 
 def test_a_plan_has_the_blocks_that_were_packed() -> None:

@@ -89,7 +89,7 @@ class QueuedRunner:
         tables.apply = apply_later
         runner._buffer = Later(runner._buffer, self._queue)
         runner._tokens = [Later(tokens, self._queue) for tokens in runner._tokens]
-        runner._forward = lambda shape, rows, read: self._queue.append(lambda: logits.append(forward(shape, rows, read)))
+        runner._forward = lambda shape, rows, read, **_: self._queue.append(lambda: logits.append(forward(shape, rows, read)))
         sampler.finish = lambda _, rows, masks: self._queue.append(lambda turn=sampler._turn: end(rows, masks, turn))
         sampler._previous = Later(previous, self._queue)
         object.__setattr__(sampler.draws, "load", lambda host: self._queue.append(lambda: load(host)))

@@ -111,11 +111,16 @@ def exact_shape(rows: Sequence[StepRow]) -> StepShape:
 
 
 class StepGraph:
-    """A captured step; `logits` is where it leaves them, until the next one runs."""
+    """A captured step; `logits` and `noted` are where it leaves them, until the next one runs."""
 
-    def __init__(self, forward: Callable[[], torch.Tensor], memory: tuple[int, int], stream: torch.cuda.Stream) -> None:
-        """`forward` has run before: kernels are compiled. memory: `torch.cuda.graph_pool_handle()`, shared by graphs that run
-        one at a time."""
+    def __init__(
+        self,
+        forward: Callable[[], tuple[torch.Tensor, Sequence[torch.Tensor]]],
+        memory: tuple[int, int],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """forward: returns logits, and what a head reads; it has run before: kernels are compiled. memory:
+        `torch.cuda.graph_pool_handle()`, shared by graphs that run one at a time."""
         self._graph = torch.cuda.CUDAGraph()
         pool: Any = memory
         # not `torch.cuda.graph`, which gives all cached memory back to the driver first: sixty times a start
@@ -124,9 +129,9 @@ class StepGraph:
             # thread_local: what other threads of this process do meanwhile is none of this capture's business
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                logits = forward()
-                self.logits = borrowed(logits)
-                del logits
+                logits, noted = forward()
+                self.logits, self.noted = borrowed(logits), [borrowed(states) for states in noted]
+                del logits, noted
             finally:
                 self._graph.capture_end()
 

@@ -14,19 +14,20 @@ sent in parts, and searched once they are complete. Nobody says when a sequence 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from common.engine.gpu.board import DEVICE_SLOTS
 from common.engine.gpu.pinned import to_device
 from common.engine.gpu.step_buffers import PackedStep
 from common.engine.plan import LookedUp, RowSamples, StepRow
 from common.ops.lookup.device_texts import MAX_PROPOSAL, REPORT_HEADER, REPORT_WORDS, FollowedStep, capacity_within, new_texts
 from common.ops.lookup.follow import NO_SEARCH, FollowedRow, follow_rows, pack_rows
 from common.ops.sampling.open_row_inputs import StepInputs
-from common.protocol.errors import InvalidParameter
+from common.protocol.errors import ConfigError, InvalidParameter
 
 MAX_BYTES = 64 << 20
 """Of all texts: 16,384 tokens of each of 256."""
@@ -185,3 +186,22 @@ class DeviceLookup:
                 slot = _Slot(self._slots.pop(next(iter(self._slots))).index)
             self._slots[key] = slot
         return slot
+
+
+def warm_lookup(
+    num_slots: int, max_context: int, depth: int, device: torch.device, inputs: Callable[[], StepInputs]
+) -> DeviceLookup:
+    """Return a lookup for a runner whose rows also take from the board, with its kernels compiled. inputs: of some step.
+
+    :raises ConfigError: if the GPU has no memory left for its texts.
+    """
+    try:
+        lookup = DeviceLookup(
+            num_slots=num_slots, max_context=max_context, depth=depth, device=device, more_proposals=DEVICE_SLOTS
+        )
+        lookup.warm_up(inputs())
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError("no GPU memory is left for texts to look up in: use --lookup off", param="lookup") from error
+    return lookup

@@ -21,34 +21,33 @@ from functools import partial
 import numpy as np
 import torch
 
-from common.engine.board import BOARD_SLOTS, ProposalBoard
+from common.engine.board import HEAD_SLOTS, ProposalBoard
 from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids
 from common.engine.gpu.board import TakenReport
 from common.engine.gpu.continuing import Continuing, Known
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
+from common.engine.gpu.head import DeviceHead, NotedStep
 from common.engine.gpu.layer_cost import layer_cost
-from common.engine.gpu.lookup import DeviceLookup, LookupReport
+from common.engine.gpu.lookup import LookupReport, warm_lookup
 from common.engine.gpu.open_rows import OPEN_WARM_UP
 from common.engine.gpu.pinned import to_device
 from common.engine.gpu.progress import DeviceProgress, open_progress
-from common.engine.gpu.prompt_plans import forms_of, run_prompts, with_prompt_kernel
 from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.settling import Settling
 from common.engine.gpu.step import DeviceStep, lost_if_broken
-from common.engine.gpu.step_buffers import Fields, StepPacker, StepShape, blank, buffer_bytes, device_rows, layout, step_tokens
+from common.engine.gpu.step_attention import StepAttention
+from common.engine.gpu.step_buffers import StepPacker, StepShape, blank, buffer_bytes, device_rows, layout, step_tokens
 from common.engine.gpu.warm_up import WARM_UP, warm_up_rows
-from common.engine.layer_group import GroupedAttention, LayerGroup, check_groups
+from common.engine.layer_group import LayerGroup, check_groups
 from common.engine.masks import StepMasks, fill_masks
 from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
-from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
-from common.ops.attention.form import FormKind
+from common.models.head_layer import HeadLayer
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
-from common.ops.attention.work import AttentionWorkspace, plan_device_attention
-from common.ops.attention.work_list import DeviceBatch, DeviceRow
-from common.ops.kv.forms import KvTarget
+from common.ops.attention.work_list import DeviceRow
+from common.ops.drafting.head_inputs import TargetStep
 from common.ops.launching import OwnThread
 from common.ops.sampling.advance_rows import advance_rows
 from common.ops.sampling.open_row_inputs import StepInputs
@@ -100,6 +99,7 @@ class DeviceRunner:
         self._on_gpu = pool.is_cuda
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
         self._thread = OwnThread(self._device, self._stream)
+        self._limits, self._has_graphs = (max_rows, token_budget), graphs and pool.is_cuda
         self._max_tokens = max_tokens = step_tokens(max_rows, token_budget)
         longest = min(config.max_context, *(group.longest for group in groups))
         longest_blocks = -(-longest // self.block_tokens)
@@ -119,22 +119,20 @@ class DeviceRunner:
         self._turn = 0
         self._packer = StepPacker(self._tables, block_tokens=self.block_tokens, vocab_size=config.vocab_size)
         self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH, max_penalised=max_rows)
-        self._workspace = AttentionWorkspace(self._device)
-        self._attention = with_prompt_kernel(attention, decoder)
-        self._ropes = {rope: table.table(longest) for rope, table in decoder.ropes.items()}
-        self._kinds = [forms_of(decoder, group.layers) for group in groups]
-        self._kv_forms = [decoder.kv_form(group.pool.dtype, group.layers) for group in groups]
+        self._attention = StepAttention(decoder, groups, self._tables, longest=longest, settings=attention)
         self._shapes = ShapeTable(max_rows, max_tokens, cost=layer_cost(decoder))
         self._graphs: dict[StepShape, StepGraph] = {}
         self._launched_sizes: set[tuple[int, int, bool]] = set()
         self._states = self._no_states = torch.empty(0)
         self._last: DeviceStep | None = None
         self._progress: DeviceProgress | None = None
+        self._head: DeviceHead | None = None
+        self._noted: Sequence[torch.Tensor] = ()
         self._settling = Settling(depth=_DEPTH, device=self._device)
         self._continuing = Continuing(self._tables, block_tokens=self.block_tokens, inputs_of=self._step_inputs)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
-            if graphs:
+            if self._has_graphs:
                 self._capture(on_progress)
             self.warm_up(max_rows, token_budget)
 
@@ -173,8 +171,15 @@ class DeviceRunner:
             special = self._sampler.load(rows)
             reports = self._settling.launch(rows, packed, partial(self._step_inputs, shape))
             read = places_read(rows, packed, self._device) if is_read else None
-            logits = self._forward(shape, device_rows(packed), read) if graph is None else graph.replay()
+            drafts = None if self._head is None else self._head.plan(rows, packed)
+            if graph is None:
+                logits = self._forward(shape, device_rows(packed), read, notes=drafts is not None)
+            else:
+                logits = graph.replay()
             step = self._behind(plan, begun, logits, special=special, is_read=is_read, reports=reports)
+            if self._head is not None and drafts is not None:
+                self._head.draft(drafts, self._noted_step(shape, graph))
+                self._noted = ()
         self._continuing.packed(Known(rows, shape, packed))
         return step
 
@@ -185,6 +190,8 @@ class DeviceRunner:
         with self._running(), lost_if_broken():
             self._tables.apply(self._buffer[:0])
             self._settling.passed()
+            if self._head is not None:
+                self._head.passed()
             self._continuing.advance(known.shape, is_captured=graph is not None)
             logits = self._forward(known.shape, device_rows(known.packed)) if graph is None else graph.replay()
             step = self._behind(plan, begun, logits, special=special)
@@ -214,7 +221,8 @@ class DeviceRunner:
         event = self._events[self._turn] if self._on_gpu else None
         if event is not None:
             event.record()
-        self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings, reports)
+        times = None if self._head is None else self._head.take_times()
+        self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings, reports, times)
         return self._last
 
     def tell_progress(self, word: np.ndarray) -> Callable[[], None] | None:
@@ -229,21 +237,30 @@ class DeviceRunner:
         :raises ConfigError: if the GPU has no memory left for their texts.
         """
         assert max_texts <= self._max_tokens
-        try:
-            with self._running():
-                lookup = DeviceLookup(
-                    num_slots=max_texts,
-                    max_context=self.max_context,
-                    depth=_DEPTH,
-                    device=self._device,
-                    more_proposals=BOARD_SLOTS,
-                )
-                lookup.warm_up(self._step_inputs(StepShape(PADDING, 1, 1, 1)))
-                if self._stream is not None:
-                    self._stream.synchronize()
-        except torch.OutOfMemoryError as error:
-            raise ConfigError("no GPU memory is left for texts to look up in: use --lookup off", param="lookup") from error
-        self._settling.lookup = lookup
+        with self._running():
+            inputs = partial(self._step_inputs, StepShape(PADDING, 1, 1, 1))
+            self._settling.lookup = warm_lookup(max_texts, self.max_context, _DEPTH, self._device, inputs)
+
+    def attach_head(self, layer: HeadLayer | None) -> None:
+        """From here on draft with a head behind rows that have `drafts` and a slot of `HeadSlots`; None: without one. Captures
+        all graphs anew.
+
+        :raises torch.OutOfMemoryError, ConfigError: if the GPU has no memory left for it: attach none then.
+        """
+        board = self._settling.board.drafted
+        with self._running():
+            self._head = None if layer is None else DeviceHead(layer, self._max_tokens, self.max_context, board, depth=_DEPTH)
+        if self._has_graphs:
+            self._graphs.clear()
+            self._capture(lambda done, total: None)
+        if self._on_gpu:
+            self.warm_up(*self._limits)
+
+    def _noted_step(self, shape: StepShape, graph: StepGraph | None) -> NotedStep:
+        """Where a step has what the head reads."""
+        fields = layout(self._buffer, shape, len(self.groups))
+        target = TargetStep(fields.tokens, fields.positions, self._sampler.sampled, self._sampler.draws)
+        return NotedStep(shape, self._noted if graph is None else graph.noted, target, fields.query_starts)
 
     @property
     def board(self) -> ProposalBoard:
@@ -291,54 +308,30 @@ class DeviceRunner:
         return not known
 
     def _forward(
-        self, shape: StepShape, rows: Sequence[Sequence[DeviceRow]] = (), read: torch.Tensor | None = None
+        self,
+        shape: StepShape,
+        rows: Sequence[Sequence[DeviceRow]] = (),
+        read: torch.Tensor | None = None,
+        *,
+        notes: bool = False,
     ) -> torch.Tensor:
         """Launches a step over the device buffer as it is laid out for `shape`. `rows`: of each cache group, for steps that are
-        not captured. `read`: the tokens whose hidden states are to be left in `_states`."""
+        not captured. `read`: whose hidden states are to be left in `_states`. `notes`: the head's are left in `_noted`."""
         fields = layout(self._buffer, shape, len(self.groups))
-        attentions = [self._attend(fields, shape, group, rows[group] if rows else None) for group in range(len(self.groups))]
-        attention = attentions[0] if len(attentions) == 1 else GroupedAttention(self.groups, attentions)
+        attention = self._attention.plan(fields, shape, rows)
         samples = None if shape.samples == shape.tokens else fields.samples
         feed = Feed(fields.feeds, self._sampler.sampled)
         if read is not None:  # then not every token is sampled: those that are read are not
             samples = torch.cat((fields.samples, read))
-        states = self.decoder.states(Inputs(fields.tokens, samples, attention, feed))
+        noted = dict.fromkeys(self._head.layers, self._no_states) if notes and self._head is not None else None
+        states = self.decoder.states(Inputs(fields.tokens, samples, attention, feed, noted))
+        self._noted = () if noted is None else list(noted.values())
         if read is not None:
             states, self._states = states[: shape.samples], states[shape.samples :]
         logits = self.decoder.logits(states)
         if len(logits):
             self._sampler.draw(logits)
         return logits
-
-    def _attend(
-        self, fields: Fields[torch.Tensor], shape: StepShape, group: int, rows: Sequence[DeviceRow] | None
-    ) -> DeviceAttention:
-        """Plan the attention of a cache group's layers."""
-        pool, dtype = self.groups[group].pool, self.decoder.dtype
-        batch = DeviceBatch(
-            query_starts=fields.query_starts,
-            context_lens=fields.context_lens,
-            block_ids=self._tables.ids,
-            block_starts=fields.block_starts[group],
-            max_queries=shape.max_queries,
-            num_tokens=shape.tokens,
-            rows=rows,
-            max_blocks=self._tables.slots.max_ids,
-        )
-        plans = {
-            kind: plan_device_attention(
-                batch,
-                pool,
-                self.decoder.config.num_heads,
-                self._workspace,
-                settings=self._attention,
-                dtype=dtype,
-                form=form,
-            )
-            for kind, form in self._kinds[group].items()
-        }
-        target = KvTarget(pool, fields.slots[group], batch_invariant=self._attention.batch_invariant, **self._kv_forms[group])
-        return DeviceAttention(target, plans, fields.positions, self._ropes, dtype)
 
     def own_thread(self) -> None:
         """The calling thread submits all steps from here on, and launches nothing else."""
@@ -365,10 +358,10 @@ class DeviceRunner:
                     blank(self._buffer, shape, len(self.groups))
                     advance_rows(self._step_inputs(shape))
                     self._sampler.load(rows)
-                    logits = self._forward(shape, [[DeviceRow(0, prompt_tokens, start, 0)]] * len(self.groups))
+                    logits, _ = self._noted_forward(shape, [[DeviceRow(0, prompt_tokens, start, 0)]] * len(self.groups))
                     self._sampler.finish(logits, rows, partial(self._masks, rows))
                 if self._stream is not None:
-                    self._plan_prompts(token_budget)
+                    self._attention.plan_prompts(token_budget, self.max_context)
                     self._stream.synchronize()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -377,11 +370,12 @@ class DeviceRunner:
                 param="token_budget",
             ) from error
 
-    def _plan_prompts(self, token_budget: int) -> None:
-        plain = [kinds[FormKind()] for kinds in self._kinds if FormKind() in kinds]
-        if plain:  # which is all that libraries can do
-            longest, context = min(token_budget, self.max_context), self.max_context
-            self._attention = run_prompts(self._attention, self.decoder, plain[0].scale, longest, context)
+    def _noted_forward(
+        self, shape: StepShape, rows: Sequence[Sequence[DeviceRow]] = ()
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        logits = self._forward(shape, rows, notes=True)
+        noted, self._noted = self._noted, ()
+        return logits, noted
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -393,8 +387,12 @@ class DeviceRunner:
             memory = torch.cuda.graph_pool_handle()
             for done, shape in enumerate(shapes):
                 blank(self._buffer, shape, len(self.groups))
-                self._forward(shape)
-                self._graphs[shape] = StepGraph(lambda shape=shape: self._forward(shape), memory, self._stream)
+                forward = partial(self._noted_forward, shape)
+                forward()
+                self._graphs[shape] = StepGraph(forward, memory, self._stream)
                 on_progress(done + 1, len(shapes))
+            if self._head is not None:
+                few = [shape for shape in shapes if shape in self._shapes.verify or shape.tokens <= HEAD_SLOTS]
+                self._head.capture([self._noted_step(shape, self._graphs[shape]) for shape in few])
             self._stream.synchronize()
             torch.cuda.empty_cache()  # what the steps before the captures had is not for graphs

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from common.engine.board import BOARD_SLOTS
 from common.engine.gpu.board import DeviceBoard, TakenReport
 from common.engine.gpu.lookup import DeviceLookup, LookupReport
 from common.engine.gpu.open_rows import open_rows_of
@@ -57,7 +58,7 @@ class Settling:
             return reports
         inputs = inputs_of()
         is_posted = any(row.posted >= 0 for row in open_rows)
-        if is_posted:
+        if any(0 <= row.posted < BOARD_SLOTS for row in open_rows):
             self.board.begin()
         if open_rows:
             settle_open_rows(to_device(pack_open_rows(open_rows), self._device), len(open_rows), inputs)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from common.engine.gpu.board import TakenReport
+from common.engine.gpu.head import DraftTimes
 from common.engine.gpu.logprobs import Logprobs
 from common.engine.gpu.lookup import LookupReport
 from common.engine.gpu.reading import Reading, put_readings
@@ -29,7 +30,10 @@ class DeviceStep:
         event: torch.cuda.Event | None = None,
         readings: Sequence[Reading] = (),
         reports: Sequence[LookupReport | TakenReport] = (),
+        drafted: DraftTimes | None = None,
     ) -> None:
+        """drafted: when a head drafted behind the step before, which this one waited for."""
+        self._drafted = drafted
         self._reports = reports
         self._readings = readings
         self._rows = rows
@@ -70,7 +74,8 @@ class DeviceStep:
         put_readings(self._readings, rows)
         for report in self._reports:
             report.put_into(rows)
-        return StepResult(rows=rows, elapsed_s=time.perf_counter() - self._begun)
+        passes = [] if self._drafted is None else self._drafted.passes()
+        return StepResult(rows=rows, elapsed_s=time.perf_counter() - self._begun, passes=passes)
 
 
 @contextlib.contextmanager

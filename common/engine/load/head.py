@@ -6,7 +6,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from common.engine.board import HeadSlots
 from common.engine.engine import Engine
+from common.engine.load.precision import FP8_SINCE
 from common.models.head_folder import HeadFiles, find_head
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError, PenstockError
@@ -28,30 +30,32 @@ def attach_head(engine: Engine, setting: str, *, max_sequences: int) -> None:
         return
     try:
         head = find_head(setting, files)
-        runner = None if head is None else _runner_of(engine, is_asked_for=setting != "auto")
-        if head is not None and runner is not None:
-            engine.head = _attach(runner, head, files, max_sequences)
+        if head is None:
+            return
+        if engine.on_gpu:
+            _attach_on_gpu(engine, head, files)
+        elif (runner := _cpu_runner(engine)) is not None:
+            _attach(runner, head, files, max_sequences)
+        elif setting == "auto":
+            return
+        else:
+            raise ConfigError("a head needs hidden states, and this engine has none: use --head off", param="head")
+        engine.head = head.name
     except PenstockError as error:
         log.warning("no_head", code=error.code, reason=str(error), consequence="nothing is drafted from hidden states")
 
 
-def _runner_of(engine: Engine, *, is_asked_for: bool) -> CpuRunner | None:
-    """Return the runner, if a head can run beside it.
+def _cpu_runner(engine: Engine) -> CpuRunner | None:
+    """Return the runner, if it has room for a head."""
+    if "common.engine.cpu.runner" not in sys.modules:  # simulated engines start without torch
+        return None
+    from common.engine.cpu.runner import CpuRunner
 
-    :raises ConfigError: if it can't, and a head was asked for.
-    """
-    if not engine.on_gpu and "common.engine.cpu.runner" in sys.modules:  # simulated engines start without torch
-        from common.engine.cpu.runner import CpuRunner
-
-        if isinstance(engine.runner, CpuRunner):
-            return engine.runner
-    if is_asked_for:
-        raise ConfigError("a head runs beside engines on a CPU only: use --device cpu, or --head off", param="head")
-    return None
+    return engine.runner if isinstance(engine.runner, CpuRunner) else None
 
 
-def _attach(runner: CpuRunner, found: HeadFiles, files: ModelFiles, max_sequences: int) -> str:
-    """Return the head's name. :raises ConfigError: if it does not fit."""
+def _attach(runner: CpuRunner, found: HeadFiles, files: ModelFiles, max_sequences: int) -> None:
+    """:raises ConfigError: if it does not fit."""
     from common.models.head_weights import load_head
 
     begun = time.perf_counter()
@@ -62,5 +66,30 @@ def _attach(runner: CpuRunner, found: HeadFiles, files: ModelFiles, max_sequence
         raise ConfigError(f"a head needs the package numba: {error}", param="head") from error
     runner.head = Head(tensors, max_sequences=max_sequences, threads=runner.threads)
     runner.warm_up()
+    _log_loaded(found, begun)
+
+
+def _attach_on_gpu(engine: Engine, found: HeadFiles, files: ModelFiles) -> None:
+    """:raises ConfigError: if it does not fit."""
+    import torch
+
+    from common.engine.gpu.runner import DeviceRunner
+    from common.models.head_layer import HeadLayer
+    from common.models.head_weights import load_head
+
+    runner, begun = engine.runner, time.perf_counter()
+    assert isinstance(runner, DeviceRunner)
+    gpu, dtype = runner.decoder.device, runner.decoder.dtype
+    tensors = load_head(found, runner.decoder, files.name)
+    knows_fp8 = gpu.type == "cuda" and torch.cuda.get_device_capability(gpu) >= FP8_SINCE
+    try:
+        runner.attach_head(HeadLayer(tensors, dtype=dtype, device=gpu, format="fp8" if knows_fp8 else "plain"))
+    except (torch.OutOfMemoryError, ConfigError) as error:
+        runner.attach_head(None)
+        raise ConfigError("no GPU memory is left for a head: use --head off, or lower gpu_memory_utilization") from error
+    engine.head_slots = HeadSlots()
+    _log_loaded(found, begun)
+
+
+def _log_loaded(found: HeadFiles, begun: float) -> None:
     log.info("head_loaded", head=found.name, layers=list(found.spec.layers), seconds=round(time.perf_counter() - begun, 2))
-    return found.name

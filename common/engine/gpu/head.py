@@ -1,0 +1,286 @@
+"""A head that drafts from hidden states, in the stream of a GPU's steps: behind each step, before the next one begins.
+
+    step's graph ─► draws ─► results on their way to the host ─► the head: a pass over the step's pairs, a token for each row
+                                                                 ─► a pass for each further token
+    next step: settle open rows ─► takes what the head has posted ─► graph …
+
+Nothing is waited for. What is sampled is read where the step left it, so the host only says which rows are drafted for, and
+how many tokens. Drafts go to the device's side of the proposal board (`board.py`), and rows take them as they take what draft
+workers post. A step of decoding rows has a graph of the head's first pass; others launch it kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from common.engine.board import HEAD_SLOTS
+from common.engine.gpu.graphs import decode_sizes
+from common.engine.gpu.head_contexts import HeadContexts
+from common.engine.gpu.pinned import to_device
+from common.engine.gpu.step_buffers import PackedStep, StepShape
+from common.engine.plan import DraftPass, StepRow
+from common.models.attention import DeviceAttention
+from common.models.head_layer import HeadLayer
+from common.ops.attention.settings import DEFAULT_SETTINGS
+from common.ops.attention.work import AttentionWorkspace, plan_device_attention
+from common.ops.attention.work_list import DeviceBatch
+from common.ops.drafting.head_inputs import (
+    NO_CONTEXT,
+    RING_TOKENS,
+    ROW_HEADER,
+    WINDOW,
+    DraftRows,
+    FirstPass,
+    HeadRow,
+    TargetStep,
+)
+from common.ops.drafting.head_rows import advance_rows, pack_head_rows, prepare_rows
+from common.ops.kv.forms import KvTarget
+from common.ops.sampling.sample_device import sample_plain
+
+_BLOCK_TOKENS = 16
+
+
+class NotedStep(NamedTuple):
+    """A step that has been launched. noted: the target's hidden states before each of the head's layers, [tokens, hidden_size]
+    each. query_starts: int32 [rows + 1], see `DeviceBatch`."""
+
+    shape: StepShape
+    noted: Sequence[torch.Tensor]
+    target: TargetStep
+    query_starts: torch.Tensor
+
+
+class PlannedDrafts(NamedTuple):
+    """Of one step. rows: all of its rows. new: contexts that have another sequence now. drafts: tokens for each row."""
+
+    rows: list[HeadRow]
+    new: list[int]
+    drafts: int
+
+
+class DraftTimes:
+    """When the passes behind one step began and ended, on the device."""
+
+    def __init__(self, num_rows: int, num_pairs: int, drafts: int, events: Sequence[torch.cuda.Event]) -> None:
+        self._counts = num_pairs, num_rows, drafts
+        self._events = events
+
+    def passes(self) -> list[DraftPass]:
+        """Call it once a later step has run."""
+        if not self._events:
+            return []
+        num_pairs, num_rows, drafts = self._counts
+        begun, middle, ended = self._events
+        found = [DraftPass(num_pairs, begun.elapsed_time(middle) / 1000)]
+        if drafts > 1:
+            each = middle.elapsed_time(ended) / 1000 / (drafts - 1)
+            found += [DraftPass(num_rows, each)] * (drafts - 1)
+        return found
+
+
+class DeviceHead:
+    """`layers`: of the target, before which hidden states are noted. max_tokens: of a step. board: int32 [HEAD_SLOTS,
+    BOARD_WORDS], where drafts go. depth: steps under way at once."""
+
+    def __init__(
+        self,
+        layer: HeadLayer,
+        max_tokens: int,
+        max_context: int,
+        board: torch.Tensor,
+        *,
+        depth: int,
+    ) -> None:
+        self.layers = layer.spec.layers
+        self._layer = layer
+        self._board = board
+        spec, device = layer.spec, board.device
+        self._device = device
+        blocks_each = RING_TOKENS // _BLOCK_TOKENS
+        shape = (HEAD_SLOTS * blocks_each, 1, 2, _BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+        self._pool = torch.zeros(shape, dtype=layer.dtype, device=device)
+        places = max_context + 2 * _BLOCK_TOKENS
+        self._table_blocks = places // _BLOCK_TOKENS
+        ring = torch.arange(self._table_blocks, dtype=torch.int32, device=device) % blocks_each
+        first = torch.arange(HEAD_SLOTS, dtype=torch.int32, device=device) * blocks_each
+        self._block_ids = (first[:, None] + ring).flatten().contiguous()
+        self._ropes = {layer.rope: layer.rope_table(places)}
+        wide = [torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(3)]
+        narrow = [torch.zeros(max(max_tokens, HEAD_SLOTS), dtype=torch.int32, device=device) for _ in range(2)]
+        self._first = FirstPass(*wide, *narrow)
+        self._rows = DraftRows.create(HEAD_SLOTS, device)
+        self._features = torch.zeros(HEAD_SLOTS, spec.hidden_size, dtype=layer.dtype, device=device)
+        self._drafted = torch.zeros(HEAD_SLOTS, dtype=torch.int64, device=device)
+        self._results = torch.zeros_like(self._drafted)
+        self._starts = torch.arange(HEAD_SLOTS + 1, dtype=torch.int32, device=device)
+        on_gpu = device.type == "cuda"
+        words = HEAD_SLOTS * ROW_HEADER
+        self._words = torch.zeros(words, dtype=torch.int32, device=device)
+        self._staging = [torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(depth)]
+        self._events = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(depth + 1)] if on_gpu else []
+        self._turn = 0
+        self._contexts = HeadContexts()
+        self._workspace = AttentionWorkspace(device)
+        self._times: DraftTimes | None = None
+        self._sizes = decode_sizes(HEAD_SLOTS)
+        self._first_graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._draw_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._later_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def passed(self) -> None:
+        """A step is launched of which nothing is noted; call it instead of `plan`."""
+        self._contexts.passed()
+
+    def plan(self, rows: Sequence[StepRow], packed: PackedStep) -> PlannedDrafts | None:
+        """Say what to draft behind a step; None: nothing. Call it for each step that is launched, in order."""
+        planned, new = self._contexts.plan(rows, packed)
+        if not planned:
+            return None
+        return PlannedDrafts(planned, new, max(row.drafts for row in rows if row.serial >= 0))
+
+    def draft(self, planned: PlannedDrafts, step: NotedStep) -> None:
+        """Launch what drafts behind a step, which `planned` was made for and which has been launched."""
+        rows = planned.rows
+        for context in planned.new:  # what a masked load brings in must be a number
+            blocks = RING_TOKENS // _BLOCK_TOKENS
+            self._pool[context * blocks : (context + 1) * blocks].zero_()
+        self._turn += 1
+        events = self._events[self._turn % len(self._events)] if self._events else []
+        if events:
+            events[0].record()
+        graph = self._first_graphs.get(step.shape)
+        if graph is not None:
+            self._load(rows)
+            graph.replay()
+        else:
+            self._launch_first(rows, step)
+        size = next(size for size in self._sizes if size >= len(rows))
+        self._replay(self._draw_graphs, size, self._draw)
+        if events:
+            events[1].record()
+        for _ in range(planned.drafts - 1):
+            self._replay(self._later_graphs, size, self._pass)
+        if events:
+            events[2].record()
+        pairs = sum(row.length for row in rows if row.context != NO_CONTEXT)
+        self._times = DraftTimes(len(rows), pairs, planned.drafts, events)
+
+    def take_times(self) -> DraftTimes | None:
+        """Return when the latest passes ran; None if that was asked before, or there are none."""
+        times, self._times = self._times, None
+        return times
+
+    # ── what it computes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _load(self, rows: Sequence[HeadRow]) -> None:
+        staging = self._staging[self._turn % len(self._staging)]
+        pack_head_rows(rows, staging.numpy())
+        self._words.copy_(staging, non_blocking=True)
+
+    def _launch_first(self, rows: Sequence[HeadRow], step: NotedStep) -> None:
+        """A first pass without a graph: of the rows that are drafted for, as much as a pair may see."""
+        kept: list[HeadRow] = []
+        spans: list[tuple[int, int]] = []
+        end = 0
+        for row in rows:
+            length = min(row.length, WINDOW) if row.context != NO_CONTEXT else 0
+            spans.append((row.first + row.length - length, length))
+            kept.append(row._replace(first=end, length=length, num_samples=row.num_samples if length else 0))
+            end += length
+        self._load(kept)
+        host = torch.cat([torch.arange(first, first + length) for first, length in spans])
+        picked = to_device(host.numpy(), self._device)
+        starts = torch.tensor([0, *(row.first + row.length for row in kept)], dtype=torch.int32)
+        tokens, positions, sampled, draws = step.target
+        target = TargetStep(tokens[picked], positions[picked], sampled, draws)
+        longest = max(row.length for row in kept)
+        states = torch.cat([noted[picked] for noted in step.noted], -1)
+        self._compute_first(target, states, to_device(starts.numpy(), self._device), longest)
+
+    def _compute_first(self, target: TargetStep, states: torch.Tensor, query_starts: torch.Tensor, max_queries: int) -> None:
+        num_tokens, num_rows = len(target.tokens), len(query_starts) - 1
+        nexts, places, slots, lens, starts = self._first
+        first = FirstPass(nexts[:num_tokens], places[:num_tokens], slots[:num_tokens], lens[:num_rows], starts[:num_rows])
+        if num_rows > HEAD_SLOTS:
+            first.context_lens.zero_()
+        prepare_rows(self._words, target, first, self._rows, self._board, self._table_blocks)
+        batch = DeviceBatch(query_starts, first.context_lens, self._block_ids, first.block_starts, max_queries, num_tokens)
+        attention = self._attend(batch, first.slots, first.places)
+        x = self._layer.forward(first.nexts, self._layer.features(states), attention)
+        torch.index_select(x, 0, self._rows.selected, out=self._features)
+
+    def _pass(self, size: int) -> None:
+        """A further token of `size` rows."""
+        rows, starts = self._rows, self._starts[: size + 1]
+        batch = DeviceBatch(starts, rows.context_lens[:size], self._block_ids, rows.block_starts[:size], 1, size)
+        attention = self._attend(batch, rows.slots[:size], rows.places[:size])
+        self._features[:size] = self._layer.forward(rows.tokens[:size], self._features[:size].clone(), attention)
+        self._draw(size)
+
+    def _draw(self, size: int) -> None:
+        """A token of each row, from its features, goes on the board."""
+        advance_rows(self._sample(size), self._rows, self._board)
+
+    def _sample(self, size: int) -> torch.Tensor:
+        """Return a token of each row, int64 [size], -1 where a logit was not finite."""
+        logits = self._layer.logits(self._features[:size].clone())
+        sample_plain(logits, self._rows.draws, self._drafted, results=self._results)
+        return self._results[:size]
+
+    def _attend(self, batch: DeviceBatch, slots: torch.Tensor, places: torch.Tensor) -> DeviceAttention:
+        layer = self._layer
+        plan = plan_device_attention(
+            batch,
+            self._pool,
+            layer.spec.num_heads,
+            self._workspace,
+            settings=DEFAULT_SETTINGS,
+            dtype=layer.dtype,
+            form=layer.mixer.form,
+        )
+        return DeviceAttention(KvTarget(self._pool, slots), {layer.mixer.form.kind: plan}, places, self._ropes, layer.dtype)
+
+    # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _replay(self, graphs: dict[int, torch.cuda.CUDAGraph], size: int, launch: Any) -> None:
+        graph = graphs.get(size)
+        if graph is None:
+            launch(size)
+        else:
+            graph.replay()
+
+    def capture(self, steps: Sequence[NotedStep]) -> None:
+        """Capture the first passes of `steps`, which have graphs of their own, and all later ones. On the runner's stream.
+
+        Memory is not shared with the graphs of steps: these leave their hidden states there.
+        """
+        memory = torch.cuda.graph_pool_handle()
+        pack_head_rows([], self._staging[0].numpy())
+        self._words.copy_(self._staging[0])
+        for step in sorted(steps, key=lambda step: -step.shape.tokens):
+
+            def first(step: NotedStep = step) -> None:
+                self._compute_first(step.target, torch.cat(list(step.noted), -1), step.query_starts, step.shape.max_queries)
+
+            self._first_graphs[step.shape] = _captured(first, memory)
+        for size in reversed(self._sizes):
+            self._draw_graphs[size] = _captured(lambda size=size: self._draw(size), memory)
+            self._later_graphs[size] = _captured(lambda size=size: self._pass(size), memory)
+
+
+def _captured(launch: Any, memory: Any) -> torch.cuda.CUDAGraph:
+    launch()  # kernels are compiled
+    torch.cuda.current_stream().synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+    try:
+        launch()
+    finally:
+        graph.capture_end()
+    return graph

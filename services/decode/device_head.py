@@ -1,0 +1,216 @@
+"""Drafts of a head in a GPU's steps: behind which rows, how many, and how many of them a row verifies. Pure.
+
+    begin_step: how many tokens behind each row ─► the step runs, the head behind it, which posts what it drafts on the device
+    chances ─► room of the next row ─► … that step takes what is posted, and verifies it ─► record: how much of it held
+
+The engine is a step ahead, so nobody knows what is drafted when a row gets its room: how often drafts hold is known by their
+place. All rows that are drafted for get the same number of tokens, for a pass computes a token of each. The head's time is
+measured like a step's, and it drafts where that gives more tokens per second. For which sequence it does not pay, it pauses,
+twice as long each time; then a few short drafts show whether that has changed (`num_probes`). They are a few because the head
+knows nothing of a text behind a pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Sized
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+
+import numpy as np
+
+from common.engine.board import HEAD_SLOTS, HeadSlots
+from common.engine.plan import DraftPass, Taken
+from common.engine.sequence import Sequence
+from services.decode.hit_rates import RateTable, Record
+from services.decode.speculation_policy import Pick, SpeculationPolicy
+from services.decode.step_costs import StepCosts
+
+_MARGIN = 1.03
+"""Times the tokens per second without the head: less may be noise."""
+_FIRST_RATE = 0.6
+"""Of a place of a proposal."""
+_PLACES = 8
+"""Of a proposal that are told apart."""
+_FIRST_NAP = 16
+_MAX_NAP = 512
+"""Tokens that a sequence pauses, at first and at most."""
+_PROBE_TOKENS = 2
+_PROBE_STEPS = 8
+_NEARLY = 0.95
+"""Of the tokens per second without the head: what would give as many is soon tried again."""
+_HOPELESS = 0.3
+"""Below this chance of a first token a pause is twice as long as the one before."""
+_TRIALS_SHARE = 0.01
+"""Of the time, for trials of sequences that don't pay."""
+_NOBODY = -1
+
+
+@dataclass(slots=True)
+class _Text:
+    """asleep: tokens until its pause ends; nap: how long the next one is. probes: steps left of a trial behind a pause.
+
+    wanted: tokens to draft behind the row that is planned; coming: behind the row planned last. known: tokens that the text had
+    after the last step.
+    """
+
+    sequence: Sequence
+    known: int
+    nap: int = _FIRST_NAP
+    asleep: int = 0
+    probes: int = 0
+    wanted: int = 0
+    coming: int = 0
+    by_place: Record = field(default_factory=Record)
+
+
+class DeviceHeadDrafts:
+    """policy: its costs are those of steps without the head. slots: of the engine's board, for whom the head can draft.
+    `first_costs`, `later_costs`: of the head's first pass behind a step, and of the others, by their tokens."""
+
+    name = "head"
+
+    def __init__(self, policy: SpeculationPolicy, slots: HeadSlots) -> None:
+        self.policy = policy
+        self.num_probes = 0
+        self.num_drafted = 0
+        self.num_invalid = 0
+        self.seconds = 0.0
+        self._slots = slots
+        self.first_costs, self.later_costs = StepCosts(), StepCosts()
+        self._by_place = RateTable([_FIRST_RATE] * _PLACES)
+        self._texts: dict[str, _Text] = {}
+        self._depth = 1
+        self._owed_s = 0.0
+        """What trials have taken, less their share of the time since."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._texts)
+
+    def open(self, sequence: Sequence) -> None:
+        self.close(sequence)
+        slot = self._slots.take()
+        if slot >= 0:
+            sequence.board = slot
+            text = self._texts[sequence.request] = _Text(sequence, len(sequence.tokens))
+            text.wanted = self._depth  # behind a prompt that is computed here
+
+    def close(self, sequence: Sequence) -> None:
+        """Harmless twice."""
+        text = self._texts.pop(sequence.request, None)
+        if text is not None:
+            self._slots.give_back(text.sequence.board)
+            text.sequence.board = _NOBODY
+
+    def reset(self) -> None:
+        for text in list(self._texts.values()):
+            self.close(text.sequence)
+
+    def chances(self, sequence: Sequence) -> list[float]:
+        """Return the chance of each token that a row planned now could take, that it holds with all before it; [] for none."""
+        text = self._texts.get(sequence.request)
+        if text is None or not text.coming or not sequence.num_awaited or not sequence.may_be_open:
+            return []
+        return self._ladder(text)[: text.coming]
+
+    def begin_step(self, decoding: Sized[Sequence], others: Mapping[str, float]) -> None:
+        """Decide how many tokens are drafted behind each row of a step that decodes these.
+
+        others: how many tokens other drafters' offers for this step are expected to give. Who copies now will copy on.
+        """
+        texts = {sequence.request: self._texts[sequence.request] for sequence in decoding if sequence.request in self._texts}
+        for text in texts.values():
+            text.wanted = 0
+        num_rows, most = len(decoding), self.policy.max_tokens
+        if not texts or num_rows > HEAD_SLOTS or num_rows >= self.policy.max_step_tokens:
+            return
+        if self.policy.always:
+            for text in texts.values():
+                text.wanted = most
+            return
+        is_known = self.policy.costs.is_known(num_rows)
+        if is_known:
+            step_s = float(self.policy.costs.seconds(np.array([num_rows]))[0])
+            self._owed_s = max(0.0, self._owed_s - _TRIALS_SHARE * step_s)
+        ladders = {
+            request: self._ladder(text)
+            for request, text in texts.items()
+            if not text.asleep and others.get(request, 0.0) <= sum(self._ladder(text)) and text.sequence.may_be_open
+        }
+        if not ladders or not is_known:  # then such steps are measured: drafts, but no room
+            for text in texts.values():
+                text.wanted = self._depth if text.coming else 0
+            return
+        best = self._best(num_rows, ladders)
+        gain = best.pace / best.plain_pace
+        may_begin, is_trial = not self._owed_s, False
+        for request, ladder in ladders.items():
+            text = texts[request]
+            if gain > _MARGIN and ladder[0] >= best.price:
+                text.wanted, text.nap, text.probes = self._depth, _FIRST_NAP, _PROBE_STEPS
+            elif text.probes and (may_begin or text.probes < _PROBE_STEPS):
+                text.probes -= 1
+                self.num_probes += 1
+                text.wanted = min(most, _PROBE_TOKENS)
+                is_trial = True
+            elif text.probes:
+                text.asleep = _FIRST_NAP  # others' trials have taken enough
+            else:
+                text.asleep, text.probes = text.nap, _PROBE_STEPS
+                is_near = gain > _NEARLY and ladder[0] > _HOPELESS
+                text.nap = _FIRST_NAP if is_near else min(2 * text.nap, _MAX_NAP)
+        if is_trial:
+            count = len(ladders)
+            self._owed_s += self.pass_s(self.first_costs, count) + self.pass_s(self.later_costs, count)
+
+    def wanted(self, sequence: Sequence) -> tuple[int, float]:
+        """Return how many tokens to draft behind the row of the sequence that has just been planned, -1 for none; see
+        `scheduler.Wanted`."""
+        text = self._texts.get(sequence.request)
+        if text is None:
+            return -1, 0.0
+        text.coming = text.wanted if sequence.num_awaited else 0
+        self.num_drafted += text.coming
+        return text.wanted or -1, 0.0
+
+    def record(self, sequence: Sequence, taken: Taken | None, accepted: int) -> None:
+        """A step has run for the sequence, and its tokens are there. taken: what it took of the head's, of which the first
+        `accepted` held; None if it took nothing from there."""
+        text = self._texts.get(sequence.request)
+        if text is None:
+            return
+        proposed = 0 if taken is None else len(taken.tokens)
+        self.num_invalid += taken is not None and not taken.num_there  # its logits were not finite
+        text.asleep = max(0, text.asleep - (len(sequence.tokens) - text.known))
+        text.known = len(sequence.tokens)
+        for place in range(min(proposed, accepted + 1)):
+            self._by_place.record(min(place, _PLACES - 1), place < accepted, text.by_place)
+
+    def ran(self, passes: Iterable[DraftPass]) -> None:
+        """The head has computed this behind a step."""
+        costs = self.first_costs
+        for one in passes:
+            costs.observe(one.num_tokens, one.seconds)
+            self.seconds += one.seconds
+            costs = self.later_costs
+
+    def _ladder(self, text: _Text) -> list[float]:
+        places = [min(place, _PLACES - 1) for place in range(self.policy.max_tokens)]
+        return list(accumulate((self._by_place.chance(place, text.by_place) for place in places), mul))
+
+    def _best(self, num_rows: int, ladders: Mapping[str, Sized[float]]) -> Pick:
+        """Return what drafting gives at the depth that is best, and note that depth."""
+        first_s, later_s = self.pass_s(self.first_costs, 2 * len(ladders)), self.pass_s(self.later_costs, len(ladders))
+        picks = [
+            self.policy.pace_with(num_rows, [ladder[:depth] for ladder in ladders.values()], first_s + (depth - 1) * later_s)
+            for depth in range(1, self.policy.max_tokens + 1)
+        ]
+        best = max(picks, key=lambda pick: pick.pace)
+        self._depth = 1 + picks.index(best)
+        return best
+
+    def pass_s(self, costs: StepCosts, num_tokens: int) -> float:
+        """Return how long a pass takes; no time as long as none was measured."""
+        return 0.0 if costs.is_empty else float(costs.seconds(np.array([num_tokens]))[0])
