@@ -31,9 +31,10 @@ from bench.engine.opening import PRECISIONS, open_runner
 from common.engine.board import HEAD_SLOTS, HeadSlots
 from common.engine.gpu import runner as runners
 from common.engine.gpu.head import DeviceHead
-from common.models.head_folder import HeadSpec
+from common.models.head_config import HeadSpec, usual_layers
 from common.models.head_layer import HeadLayer
 from common.models.head_weights import HeadTensors
+from common.models.spec import RopeSpec
 from common.ops.drafting.head_inputs import TargetStep
 from common.ops.drafting.head_rows import advance_rows
 from common.ops.linear.weight import PackFormat
@@ -69,21 +70,18 @@ def tensors_of(runner: Any, draft_vocab: int) -> HeadTensors:
     """Return a head of EAGLE-3's shape for the runner's model: one of its layers, random."""
     model, device, dtype = runner.decoder.config, runner.decoder.device, runner.decoder.dtype
     mixer, hidden, middle = model.layers[0].mixer, model.hidden_size, model.layers[0].mlp.intermediate_size
-    layers = (2, model.num_layers // 2, model.num_layers - 3)
+    layers = usual_layers(model.num_layers)
     spec = HeadSpec(
         hidden_size=hidden,
         intermediate_size=middle,
         num_heads=mixer.num_heads,
         num_kv_heads=mixer.num_kv_heads,
         head_dim=mixer.head_dim,
-        rope_theta=10_000.0,
+        rope=RopeSpec(),
         rms_eps=model.rms_eps,
         vocab_size=model.vocab_size,
         draft_vocab_size=draft_vocab,
         layers=layers,
-        embedding_from_target=True,
-        head_from_target=False,
-        target=("", ""),
     )
 
     def made(*shape: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from common.models.blocks.mlp import DenseBlock
 from common.models.head_weights import HeadTensors
 from common.models.reduced_vocabulary import spread
 from common.models.rope import RopeTable, inverse_frequencies
-from common.models.spec import AttentionSpec, DenseSpec, RopeSpec
+from common.models.spec import AttentionSpec, DenseSpec
 from common.ops.attention.form import AttentionForm
 from common.ops.drafting.head_inputs import WINDOW
 from common.ops.kv.forms import HeadForm
@@ -42,7 +42,7 @@ class HeadLayer:
         self.embedding_norm = Norms(norm(tensors.embedding_norm), None, spec.rms_eps)
         self.feature_norm = Norms(norm(tensors.feature_norm), None, spec.rms_eps)
         self.norm = Norms(norm(tensors.norm), None, spec.rms_eps)
-        self.rope = RopeSpec(theta=spec.rope_theta)
+        self.rope = spec.rope
         mixer = AttentionSpec(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -79,10 +79,11 @@ class HeadLayer:
 
     def forward(self, tokens: torch.Tensor, features: torch.Tensor, attention: DeviceAttention) -> torch.Tensor:
         """tokens: int64 [pairs]. features: [pairs, hidden_size], changed. Writes K and V; returns x, [pairs, hidden_size]."""
-        read = (Border(embed(tokens, self.embedding)), self.embedding_norm), (Border(features), self.feature_norm)
-        both = torch.cat([_normed(border, norms) for border, norms in read], -1)
+        normed = _normed(Border(features), self.feature_norm)
+        both = torch.cat((_normed(Border(embed(tokens, self.embedding)), self.embedding_norm), normed), -1)
         attended = attention(linear(both, self.mixer.qkv, split=True), self.mixer, 0)
-        border = Border(features).leave_linear(attended, self.mixer.output, self.mixer.norms)
+        residual = normed if self.spec.norm_before_residual else features
+        border = Border(residual).leave_linear(attended, self.mixer.output, self.mixer.norms)
         return self.mlp.forward(border).stream(self.spec.rms_eps)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.models.decoder import Decoder
-from common.models.head_folder import HeadFiles, HeadSpec, check_head, head_shapes
+from common.models.head_config import HeadSpec
+from common.models.head_folder import HeadFiles, check_head
 from common.models.reduced_vocabulary import target_ids
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS
@@ -41,17 +42,17 @@ class HeadTensors:
 
 def load_head(head: HeadFiles, target: Decoder, target_name: str) -> HeadTensors:
     """:raises ConfigError: if the head does not fit the target, or its file is damaged."""
-    check_head(head, target.config, target_name)
-    spec = head.spec
+    spec, shapes, prefix = check_head(head, target.config, target_name)
     try:
         with safe_open(head.path / "model.safetensors", framework="pt") as file:
             opened: Any = file
-            found = {name: opened.get_tensor(name) for name in head_shapes(spec)}
+            found = {name: opened.get_tensor(name) for name in shapes}
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"the head {head.name} can't be read: {error}", param="head") from error
-    ids = target_ids(found.pop(TARGET_OFFSETS), spec.vocab_size)
+    offsets = found.pop(TARGET_OFFSETS, torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
+    ids = target_ids(offsets, spec.vocab_size)
     tensors = {name: tensor.float() for name, tensor in found.items()}
-    layer = {name.removeprefix("midlayer.").removesuffix(".weight"): tensor for name, tensor in tensors.items()}
+    layer = {name.removeprefix(prefix).removesuffix(".weight"): tensor for name, tensor in tensors.items()}
     return HeadTensors(
         spec=spec,
         fc=layer["fc"],

@@ -79,11 +79,12 @@ def drafted(runner: DeviceRunner, context: int) -> list[int]:
     return words[1 + LINES :][: words[1]]
 
 
-@pytest.mark.parametrize("chunk", [100, 7])
-def test_drafts_of_a_model_are_those_of_the_reference(files: ModelFiles, tmp_path: Path, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "normed"), [(100, False), (7, False), (100, True)])
+def test_drafts_of_a_model_are_those_of_the_reference(files: ModelFiles, tmp_path: Path, chunk: int, normed: bool) -> None:
     """Behind a prompt in one part and in several; behind verified tokens of which some hold, beside a row without drafts."""
     runner = device_runner(files)
-    tensors = load_head(open_head(write_head(tmp_path / "head", files)), runner.decoder, files.name)
+    folder = write_head(tmp_path / "head", files, norm_before_residual=normed)
+    tensors = load_head(open_head(folder), runner.decoder, files.name)
     runner.attach_head(HeadLayer(tensors, dtype=torch.float32, device=torch.device("cpu")))
     prompt = oracle_prompt(length=21)
     assert runner._head is not None

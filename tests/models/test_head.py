@@ -36,9 +36,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 class Site:
     """A runner with a head of random weights, and one sequence."""
 
-    def __init__(self, files: ModelFiles, folder: Path, *, context_tokens: int = 1024, **settings: Any) -> None:
+    def __init__(
+        self, files: ModelFiles, folder: Path, *, context_tokens: int = 1024, normed: bool = False, **settings: Any
+    ) -> None:
         self.runner: Any = open_runner(files, **settings)
-        self.tensors = load_head(open_head(write_head(folder, files)), self.runner.decoder, files.name)
+        written = write_head(folder, files, norm_before_residual=normed)
+        self.tensors = load_head(open_head(written), self.runner.decoder, files.name)
         self.runner.head = Head(self.tensors, max_sequences=3, threads=1, context_tokens=context_tokens)
         self.states: list[torch.Tensor] = []
         told = self.runner.head.draft
@@ -90,9 +93,10 @@ def reference_logits(
             embedded,
             head_dim=spec.head_dim,
             num_kv_heads=spec.num_kv_heads,
-            rope_theta=spec.rope_theta,
+            rope_theta=spec.rope.theta,
             eps=spec.rms_eps,
             first=first,
+            norm_before_residual=spec.norm_before_residual,
         )
         features = torch.cat((features, x[-1:]))
         found.append(logits[-1])
@@ -100,9 +104,9 @@ def reference_logits(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-@pytest.mark.parametrize("chunk", [100, 7, 1])
-def test_drafts_are_those_of_the_reference(tiny: ModelFiles, tmp_path: Path, dtype: str, chunk: int) -> None:
-    site = Site(tiny, tmp_path / "head", dtype=dtype)
+@pytest.mark.parametrize(("chunk", "normed"), [(100, False), (7, False), (1, False), (7, True)])
+def test_drafts_are_those_of_the_reference(tiny: ModelFiles, tmp_path: Path, dtype: str, chunk: int, normed: bool) -> None:
+    site = Site(tiny, tmp_path / "head", dtype=dtype, normed=normed)
     prompt, blocks = oracle_prompt(length=37), list(range(10))
     states: list[torch.Tensor] = []
     samples: Any = None

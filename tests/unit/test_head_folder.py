@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from common.cli import head_check, up_settings
+from common.cli import head_check, pull, up_settings
 from common.cli.doctor import check_head as doctor_check
 from common.cli.up import _checked
 from common.cli.up_settings import UpSettings
@@ -19,14 +21,17 @@ from common.engine.load.head import attach_head
 from common.engine.plan import StepPlan, StepRow
 from common.models import head_folder
 from common.models.config import load_config
-from common.models.head_folder import check_head, find_head, open_head
+from common.models.head_folder import HeldHead, check_head, find_head, open_head
+from common.models.head_weights import load_head
 from common.models.source import ModelFiles, resolve
-from common.protocol.errors import ConfigError
+from common.protocol.errors import ConfigError, UnknownModel
 from common.protocol.messages import SamplingParams
 from tests.fixtures.head import edit_tensors, head_config, write_head
 from tests.fixtures.tiny_model import write_tiny_model
 from tests.models.driver import open_runner
 from tests.unit.test_draft_check import _settled
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.fixture
@@ -64,8 +69,18 @@ def test_a_whole_folder_is_fine(model: ModelFiles, tmp_path: Path) -> None:
         ({"draft_vocab_size": 1 << 20}, "draft_vocab_size"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number, not 'nan'"),
         ({"hidden_size": math.inf}, "hidden_size must be a positive number, not 'inf'"),
-        ({"rope_theta": 1 << 2000}, "rope_theta must be a positive number, not '1148"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
+        ({"rope_theta": 1 << 2000}, "must be a number, not 1148"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"attention_bias": True}, "attention_bias 'True' is not supported in a head, only False"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers '2' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"target_hidden_size": 128}, "not as wide as its target"),
+        ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false"),
+        ({"architectures": ["Eagle3Speculator"]}, "num_attention_heads must be a positive number"),
+        ({"architectures": ["Eagle3Speculator"], "transformer_layer_config": 3}, "transformer_layer_config must be an object"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "does not say which layers it reads"),
+        ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {LAYER_IDS: [0, 1, 9]}}, "hidden states of layer 10"),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object, not 'yarn'"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object, not '[1]'"),
         ({"target": "smollm2"}, "target must be an object, not 'smollm2'"),
@@ -118,6 +133,61 @@ def test_a_damaged_file_is_one_line(model: ModelFiles, tmp_path: Path, content: 
     assert "can't be read" in reason(folder, model)
     (folder / "model.safetensors").unlink()
     assert "can't be read" in reason(folder, model)
+
+
+def test_published_heads_say_less_and_say_it_elsewhere(model: ModelFiles, tmp_path: Path) -> None:
+    """EAGLE's own: neither layers nor where embedding and output head are; SGLang's: layers by what leaves them; vLLM's
+    speculators: another form, names, and norms."""
+    target = msgspec.structs.replace(load_config(model), layers=load_config(model).layers * 12)
+    folder, config = tmp_path / "head", head_config(model)
+    write_head(folder, model, embedding_from_target=False, head_from_target=False)
+    bare = {name: value for name, value in config.items() if name not in (LAYER_IDS, "target") and "from_target" not in name}
+    bare["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+    def held(**changes: Any) -> HeldHead:
+        (folder / "config.json").write_text(json.dumps(bare | changes))
+        return check_head(open_head(folder), target, model.name)
+
+    spec = held().spec
+    layers = target.num_layers
+    assert spec.layers == (2, layers // 2, layers - 3)
+    assert (spec.rope.type, spec.rope.factor, spec.rope.original_max_context) == ("llama3", 8.0, 8192)
+    assert not spec.embedding_from_target and not spec.head_from_target and not spec.norm_before_residual
+    assert held(eagle_config={LAYER_IDS: [1, 5, 9], "use_aux_hidden_state": True}).spec.layers == (2, 6, 10)
+    assert held(**{LAYER_IDS: [1, 5, 9]}).spec.layers == (1, 5, 9)
+    edit_tensors(folder, embed_tokens__weight=None, lm_head__weight=None, t2d=torch.ones(model_vocab(config)).bool())
+    assert held().spec.embedding_from_target and held().spec.head_from_target
+
+    whole = {name: config[name] for name in ("vocab_size", "hidden_size")}
+    layer = {name: value for name, value in bare.items() if name not in ("architectures", "draft_vocab_size")} | whole
+    speculator = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer | {"num_hidden_layers": 1, "hidden_act": "silu", "model_type": "llama"},
+        "draft_vocab_size": config["draft_vocab_size"],
+        "norm_before_residual": True,
+        "target_hidden_size": None,
+        LAYER_IDS: None,
+    }
+    (folder / "config.json").write_text(json.dumps(speculator))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.replace("midlayer.", "layers.0."): one for name, one in tensors.items()}, folder / "model.safetensors")
+    found = check_head(open_head(folder), target, model.name)
+    assert found.prefix == "layers.0." and found.spec.norm_before_residual and found.spec.rope.type == "llama3"
+
+
+def model_vocab(config: dict[str, Any]) -> int:
+    return int(config["vocab_size"])
+
+
+def test_a_head_of_the_whole_vocabulary_need_not_list_it(model: ModelFiles, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", model, draft_vocab_size=None)
+    edit_tensors(folder, d2t=None)
+    held = check_head(open_head(folder), load_config(model), model.name)
+    assert held.spec.draft_vocab_size == held.spec.vocab_size and "d2t" not in held.shapes
+    runner: Any = open_runner(model, num_blocks=20)
+    tensors = load_head(open_head(folder), runner.decoder, model.name)
+    assert tensors.ids.tolist() == list(range(held.spec.vocab_size))
 
 
 def test_auto_is_the_head_that_is_shipped_for_this_very_model(
@@ -191,3 +261,29 @@ def test_a_head_whose_numbers_overflow_proposes_nothing(model: ModelFiles, tmp_p
         row = StepRow([3, 4, 5], 0, [0], 1, SamplingParams(temperature=0.0), 3, serial=0, drafts=2)
         (found,) = runner.execute(StepPlan(0, [row])).rows
         assert found.tokens[0] >= 0 and found.drafted is not None and not found.drafted.tokens
+
+
+def test_a_head_is_pulled_and_named_like_a_model(
+    model: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_head(tmp_path / "head", model)
+    pull.command(str(folder))
+    assert "it is a head that drafts for another model: head: drafts 256 of 512 tokens" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    monkeypatch.setattr(head_folder, "resolve", lambda spec: msgspec.structs.replace(model, name=spec, path=folder))
+    found = find_head("owner/head", model)
+    assert found is not None and (found.name, found.path) == ("owner/head", folder)
+
+    def missing(spec: str) -> ModelFiles:
+        raise UnknownModel(f"{spec} is not on this machine")
+
+    monkeypatch.setattr(head_folder, "resolve", missing)
+    with pytest.raises(ConfigError, match="owner/head is not on this machine"):
+        find_head("owner/head", model)
+
+
+def test_weights_that_are_pickled_are_named(model: ModelFiles, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", model)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "convert it to safetensors" in reason(folder, model)

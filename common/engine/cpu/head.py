@@ -23,6 +23,7 @@ from common.engine.cpu.head_context import KEPT_STATES, HeadContext, HeadContext
 from common.engine.outcomes import accept
 from common.engine.plan import NO_TOKEN, Drafted, DraftPass, RowSamples, StepRow
 from common.models.head_weights import HeadTensors
+from common.models.rope import inverse_frequencies
 from common.ops.cpu_int8.attention_numba import Step
 from common.ops.cpu_int8.forward_numba import Room
 from common.ops.cpu_int8.head_numba import HeadWeights, counters_for_pass, head_pass
@@ -74,6 +75,7 @@ class Head:
             eps=spec.rms_eps,
             heads=spec.num_heads,
             middle=spec.intermediate_size,
+            norm_before_residual=spec.norm_before_residual,
         )
         self._embedding = tensors.embedding
         self._table = tensors.embedding.numpy() if tensors.embedding.dtype == torch.float32 else None
@@ -83,7 +85,8 @@ class Head:
         self._contexts = HeadContexts(count=max_sequences, blocks_each=blocks_each, block_tokens=_BLOCK_TOKENS)
         shape = (max_sequences * blocks_each, 1, 2, _BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
         self._pool = np.zeros(shape, np.int16)  # pages are taken as they are written to
-        self._turns = spec.rope_theta ** (-np.arange(0, spec.head_dim, 2) / spec.head_dim)
+        frequencies, self._rope_scale = inverse_frequencies(spec.rope, spec.head_dim, context_tokens)
+        self._turns = frequencies.double().numpy()
         self._room = self._new_room(1)
         self._logits = np.empty((1, _padded(spec.draft_vocab_size, LANES)), np.float32)
         self._no_states = np.empty((max_sequences + 1, 0), np.float32)
@@ -185,7 +188,7 @@ class Head:
             blocks=np.concatenate([job.context.blocks for job in jobs]),
             block_starts=held.cumsum() - held,
             pool=self._pool,
-            rope=np.concatenate((np.cos(angles), np.sin(angles)), 1).astype(np.float32),
+            rope=(np.concatenate((np.cos(angles), np.sin(angles)), 1) * self._rope_scale).astype(np.float32),
             rotated=_ROTATED,
         )
         step: tuple[Any, ...] = (

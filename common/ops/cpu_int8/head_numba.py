@@ -34,7 +34,7 @@ FC, QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(6)
 
 class HeadWeights(NamedTuple):
     """linears: `FC` … `HEAD`. Norms: float32 [hidden], of embeddings, of features, before the MLP and before the head. middle:
-    the size between gate and down."""
+    the size between gate and down. norm_before_residual: see `HeadSpec`."""
 
     linears: Linears
     embedding_norm: NDArray[np.float32]
@@ -44,6 +44,7 @@ class HeadWeights(NamedTuple):
     eps: float
     heads: int
     middle: int
+    norm_before_residual: bool
 
 
 def counters_for_pass() -> NDArray[np.int64]:
@@ -51,12 +52,14 @@ def counters_for_pass() -> NDArray[np.int64]:
 
 
 @compiled()
-def _pair(row, rows, embedded, features, embedding_norm, feature_norm, eps, data, row_scale):
-    """Both halves of a pair's input, each normalised, side by side and quantised."""
+def _pair(row, rows, embedded, features, embedding_norm, feature_norm, eps, keeps_normed, data, row_scale):
+    """Both halves of a pair's input, each normalised, side by side and quantised. keeps_normed: features stay normalised."""
     size = len(embedding_norm)
     both = np.empty(2 * size, np.float32)
     rms_normalise(embedded[row], embedding_norm, eps, both[:size])
     rms_normalise(features[row], feature_norm, eps, both[size:])
+    if keeps_normed:
+        features[row, :] = both[size:]
     quantise_row(both, row, rows, data, row_scale)
 
 
@@ -88,7 +91,7 @@ def _run(counters, threads, weights, where, states, embedded, wanted, room, logi
         phase = _share_quantise(counters, phase, pairs, (pairs, states, states.shape[1], *integers))
         parts, linear = in_parts(FC, threads, pairs, weights, room, residual)
         phase = _share_multiply(counters, phase, parts, linear)
-    norms = (weights.embedding_norm, weights.feature_norm, eps)
+    norms = (weights.embedding_norm, weights.feature_norm, eps, weights.norm_before_residual)
     phase = _share_pair(counters, phase, pairs, (pairs, embedded, residual, *norms, *integers))
     parts, linear = in_parts(QKV, threads, pairs, weights, room, wide)
     phase = _share_multiply(counters, phase, parts, linear)

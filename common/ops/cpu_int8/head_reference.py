@@ -34,6 +34,7 @@ def head_reference(
     rope_theta: float,
     eps: float,
     first: int = 0,
+    norm_before_residual: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """states: [known, 3 · hidden], the target's, of the first pairs; features: [pairs - known, hidden], of those behind them.
     embedded: [pairs, hidden]. first: the position of the first pair.
@@ -43,6 +44,7 @@ def head_reference(
     size = (weights.fc.shape[0],)
     x = torch.cat((F.linear(states, weights.fc), features))
     both = (F.rms_norm(embedded, size, weights.embedding_norm, eps), F.rms_norm(x, size, weights.feature_norm, eps))
+    x = both[1] if norm_before_residual else x
     qkv = F.linear(torch.cat(both, -1), weights.qkv).unflatten(-1, (-1, head_dim)).transpose(0, 1)
     query, key, value = qkv.split((len(qkv) - 2 * num_kv_heads, num_kv_heads, num_kv_heads))
     query, key = (_rotated(heads, rope_theta, first) for heads in (query, key))
