@@ -59,9 +59,9 @@ class ReplayingHead(DeviceHead):
         super()._compute_first(target, states, query_starts, max_queries)
         torch.index_select(self._first.nexts, 0, self._rows.selected, out=self._last)
 
-    def _draw(self, size: int) -> None:
-        self._sample(size)
-        last = self._last[:size]
+    def _draw(self, draw: Any) -> None:
+        self._sample(draw)
+        last = self._last[: draw.size]
         last += 1 + self.wrong[last]
         advance_rows(last, self._rows, self._board)
 

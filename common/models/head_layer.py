@@ -77,18 +77,22 @@ class HeadLayer:
         """states: [pairs, 3 · hidden_size], those of the target. Returns [pairs, hidden_size], what `forward` takes."""
         return linear(states, self.fc)
 
-    def forward(self, tokens: torch.Tensor, features: torch.Tensor, attention: DeviceAttention) -> torch.Tensor:
-        """tokens: int64 [pairs]. features: [pairs, hidden_size], changed. Writes K and V; returns x, [pairs, hidden_size]."""
+    def forward(self, tokens: torch.Tensor, features: torch.Tensor, attention: DeviceAttention) -> Border:
+        """tokens: int64 [pairs]. features: [pairs, hidden_size], changed. Writes K and V; returns the layer's border."""
         normed = _normed(Border(features), self.feature_norm)
         both = torch.cat((_normed(Border(embed(tokens, self.embedding)), self.embedding_norm), normed), -1)
         attended = attention(linear(both, self.mixer.qkv, split=True), self.mixer, 0)
         residual = normed if self.spec.norm_before_residual else features
         border = Border(residual).leave_linear(attended, self.mixer.output, self.mixer.norms)
-        return self.mlp.forward(border).stream(self.spec.rms_eps)
+        return self.mlp.forward(border)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, hidden_size], of `forward`; it stays. Returns float32 [rows, vocab_size], of the target's tokens."""
-        logits = linear(_normed(Border(x), self.norm), self.lm_head, wide=True)
+    def read(self, border: Border) -> torch.Tensor:
+        """border: of `forward`, whose residual is x from here on. Returns what `logits` takes, [pairs, hidden_size]."""
+        return _normed(border, self.norm)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """normed: [rows, hidden_size], of `read`. Returns float32 [rows, vocab_size], of the target's tokens."""
+        logits = linear(normed, self.lm_head, wide=True)
         return logits if self.ids is None else spread(logits, self.ids, self.spec.vocab_size)
 
 

@@ -24,6 +24,7 @@ from common.engine.load.head import attach_head
 from common.engine.outcomes import accept
 from common.engine.plan import StepPlan, StepRow
 from common.engine.sequence import Sequence
+from common.models.blocks.border import Border
 from common.models.head_folder import open_head
 from common.models.head_layer import HeadLayer
 from common.models.head_weights import HeadTensors, load_head
@@ -186,14 +187,16 @@ def counting(files: ModelFiles, folder: Path, *, wrong: float = 0.0) -> DeviceRu
     assert runner._head is not None
     layer, dice, hidden = runner._head._layer, random.Random(6), tensors.spec.hidden_size
 
-    def forward(tokens: torch.Tensor, features: torch.Tensor, attention: Any) -> torch.Tensor:
-        return tokens.float()[:, None].expand(-1, hidden).clone()
+    def forward(tokens: torch.Tensor, features: torch.Tensor, attention: Any) -> Border:
+        return Border(tokens.float()[:, None].expand(-1, hidden).clone())
 
     def logits(x: torch.Tensor) -> torch.Tensor:
         following = [int(token) + (1 if dice.random() >= wrong else 3) for token in x[:, 0]]
         return torch.nn.functional.one_hot(torch.tensor(following) % runner.vocab_size, runner.vocab_size).float()
 
-    vars(layer).update(features=lambda states: states[:, :hidden], forward=forward, logits=logits)
+    vars(layer).update(
+        features=lambda states: states[:, :hidden], forward=forward, logits=logits, read=lambda one: one.residual
+    )
     return runner
 
 
@@ -206,6 +209,25 @@ def test_a_head_that_is_right_takes_a_fraction_of_the_steps(files: ModelFiles, t
     counters = world.proposers.by_source["head"]
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 45
     assert world.proposers.device_head is not None and not world.proposers.device_head.num_invalid
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.7, seed=5, max_tokens=40),
+        SamplingParams(temperature=0.9, seed=6, max_tokens=40, top_k=5),
+        SamplingParams(temperature=1.0, seed=7, max_tokens=40, top_p=0.3),
+        SamplingParams(temperature=1.0, seed=8, max_tokens=40, min_p=0.9, top_p=0.9),
+    ],
+)
+def test_drafts_are_drawn_as_the_target_draws(files: ModelFiles, tmp_path: Path, sampling: SamplingParams) -> None:
+    """The head's logits are the target's: with the same noise and filters it draws the same tokens, other rows beside it."""
+    world = Drafting(counting(files, tmp_path / "head"))
+    plain = SamplingParams(temperature=0.0, max_tokens=30)
+    found = world.run([sequence_of(1, sampling, symbols=30), sequence_of(2, plain, symbols=30)])
+    counters = world.proposers.by_source["head"]
+    assert counters.num_accepted_tokens == counters.num_draft_tokens > 40
+    assert len(found[0]) == 40
 
 
 @pytest.mark.parametrize("wrong", [0.3, 1.0])

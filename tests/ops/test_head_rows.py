@@ -32,6 +32,8 @@ def site(tokens: list[int], positions: list[int], sampled: list[int], *, num_row
     draws.temperature[:] = torch.arange(len(draws.temperature)) / 10
     draws.seed[:] = torch.arange(len(draws.seed)) + 70
     draws.log_min_p[:] = -torch.arange(len(draws.seed)).float()
+    draws.top_k[:] = torch.arange(len(draws.seed)) % 3
+    draws.top_p[:] = 1 / (1 + torch.arange(len(draws.seed), dtype=torch.float64))
     step = TargetStep(torch.tensor(tokens), torch.tensor(positions), torch.tensor([*sampled, *[0] * 80]), draws)
     count = len(tokens)
     wide = [torch.full((count,), 7) for _ in range(3)]
@@ -135,9 +137,10 @@ def test_the_kernel_writes_what_the_reference_writes() -> None:
         active = expected.rows.contexts >= 0
         for name in DraftRows._fields[:-1]:
             assert torch.equal(getattr(found.rows, name), getattr(expected.rows, name)), name
-        for name in ("temperature", "seed", "position", "log_min_p"):
+        for name in ("temperature", "seed", "position", "log_min_p", "top_k", "top_p"):
             assert torch.equal(getattr(found.rows.draws, name)[active], getattr(expected.rows.draws, name)[active]), name
-        assert not found.rows.draws.temperature[~active].any()
+        idle = found.rows.draws
+        assert not idle.temperature[~active].any() and not idle.top_k[~active].any() and (idle.top_p[~active] == 1).all()
         assert torch.equal(found.board, expected.board)
         drafted = torch.tensor([rng.choice([-1, 0, 5, 9]) for _ in range(MOST_ROWS)])
         advance_rows(drafted, expected.rows, expected.board)

@@ -28,7 +28,18 @@ _WIDE = (
     "row_slots",
     "row_seed",
 )
-_NARROW = ("words", "context_lens", "block_starts", "row_lens", "row_starts", "contexts", "lengths", "board")
+_NARROW = (
+    "words",
+    "context_lens",
+    "block_starts",
+    "row_lens",
+    "row_starts",
+    "contexts",
+    "lengths",
+    "board",
+    "top_k",
+    "row_top_k",
+)
 _FLOATS = ("temperature", "log_min_p", "row_temperature", "row_min_p")
 
 CASES = [
@@ -40,6 +51,7 @@ CASES = [
             **dict.fromkeys((*_WIDE, "row_position"), "*i64"),
             **dict.fromkeys(_NARROW, "*i32"),
             **dict.fromkeys(_FLOATS, "*fp32"),
+            **dict.fromkeys(("top_p", "row_top_p"), "*fp64"),
             **dict.fromkeys(("num_lens", "table_blocks"), "i32"),
         },
         {"HEADER": ROW_HEADER, "BLOCK": 64, **_BOARD},

@@ -11,7 +11,8 @@ workers post. A step of decoding rows has a graph of the head's first pass; othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,9 @@ from common.ops.drafting.head_inputs import (
 )
 from common.ops.drafting.head_rows import advance_rows, pack_head_rows, prepare_rows
 from common.ops.kv.forms import KvTarget
-from common.ops.sampling.sample_device import sample_plain
+from common.ops.sampling.gumbel import GREEDY_BELOW
+from common.ops.sampling.sample_device import sample_filtered, sample_plain
+from common.protocol.messages import SamplingParams
 
 _BLOCK_TOKENS = 16
 
@@ -55,11 +58,20 @@ class NotedStep(NamedTuple):
 
 
 class PlannedDrafts(NamedTuple):
-    """Of one step. rows: all of its rows. new: contexts that have another sequence now. drafts: tokens for each row."""
+    """Of one step. rows: all of its rows. new: contexts that have another sequence now. drafts: tokens for each row. filtered:
+    whether a row that is drafted for has top-k or top-p."""
 
     rows: list[HeadRow]
     new: list[int]
     drafts: int
+    filtered: bool
+
+
+class _Draw(NamedTuple):
+    """Which rows a token is drawn for, and whether some of them have top-k or top-p."""
+
+    size: int
+    filtered: bool
 
 
 class DraftTimes:
@@ -114,9 +126,11 @@ class DeviceHead:
         self._first = FirstPass(*wide, *narrow)
         self._rows = DraftRows.create(HEAD_SLOTS, device)
         self._features = torch.zeros(HEAD_SLOTS, spec.hidden_size, dtype=layer.dtype, device=device)
+        self._normed = torch.zeros_like(self._features)
         self._drafted = torch.zeros(HEAD_SLOTS, dtype=torch.int64, device=device)
         self._results = torch.zeros_like(self._drafted)
         self._starts = torch.arange(HEAD_SLOTS + 1, dtype=torch.int32, device=device)
+        self._every = self._starts[:HEAD_SLOTS].clone()
         on_gpu = device.type == "cuda"
         words = HEAD_SLOTS * ROW_HEADER
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
@@ -128,8 +142,8 @@ class DeviceHead:
         self._times: DraftTimes | None = None
         self._sizes = decode_sizes(HEAD_SLOTS)
         self._first_graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        self._draw_graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._later_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._draw_graphs: dict[_Draw, torch.cuda.CUDAGraph] = {}
+        self._later_graphs: dict[_Draw, torch.cuda.CUDAGraph] = {}
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,7 +156,10 @@ class DeviceHead:
         planned, new = self._contexts.plan(rows, packed)
         if not planned:
             return None
-        return PlannedDrafts(planned, new, max(row.drafts for row in rows if row.serial >= 0))
+        drafted = [row for row, one in zip(rows, planned, strict=True) if one.context != NO_CONTEXT]
+        return PlannedDrafts(
+            planned, new, max(row.drafts for row in drafted), any(_is_filtered(row.sampling) for row in drafted)
+        )
 
     def draft(self, planned: PlannedDrafts, step: NotedStep) -> None:
         """Launch what drafts behind a step, which `planned` was made for and which has been launched."""
@@ -160,12 +177,12 @@ class DeviceHead:
             graph.replay()
         else:
             self._launch_first(rows, step)
-        size = next(size for size in self._sizes if size >= len(rows))
-        self._replay(self._draw_graphs, size, self._draw)
+        draw = _Draw(next(size for size in self._sizes if size >= len(rows)), planned.filtered)
+        self._replay(self._draw_graphs, draw, self._draw)
         if events:
             events[1].record()
         for _ in range(planned.drafts - 1):
-            self._replay(self._later_graphs, size, self._pass)
+            self._replay(self._later_graphs, draw, self._pass)
         if events:
             events[2].record()
         pairs = sum(row.length for row in rows if row.context != NO_CONTEXT)
@@ -212,26 +229,34 @@ class DeviceHead:
         prepare_rows(self._words, target, first, self._rows, self._board, self._table_blocks)
         batch = DeviceBatch(query_starts, first.context_lens, self._block_ids, first.block_starts, max_queries, num_tokens)
         attention = self._attend(batch, first.slots, first.places)
-        x = self._layer.forward(first.nexts, self._layer.features(states), attention)
-        torch.index_select(x, 0, self._rows.selected, out=self._features)
+        border = self._layer.forward(first.nexts, self._layer.features(states), attention)
+        normed = self._layer.read(border)
+        torch.index_select(border.residual, 0, self._rows.selected, out=self._features)
+        torch.index_select(normed, 0, self._rows.selected, out=self._normed)
 
-    def _pass(self, size: int) -> None:
-        """A further token of `size` rows."""
-        rows, starts = self._rows, self._starts[: size + 1]
+    def _pass(self, draw: _Draw) -> None:
+        """A further token of each row."""
+        rows, size, starts = self._rows, draw.size, self._starts[: draw.size + 1]
         batch = DeviceBatch(starts, rows.context_lens[:size], self._block_ids, rows.block_starts[:size], 1, size)
         attention = self._attend(batch, rows.slots[:size], rows.places[:size])
-        self._features[:size] = self._layer.forward(rows.tokens[:size], self._features[:size].clone(), attention)
-        self._draw(size)
+        features = self._features[:size]
+        border = self._layer.forward(rows.tokens[:size], features, attention)
+        self._normed[:size] = self._layer.read(border)
+        if border.residual is not features:
+            features.copy_(border.residual)
+        self._draw(draw)
 
-    def _draw(self, size: int) -> None:
-        """A token of each row, from its features, goes on the board."""
-        advance_rows(self._sample(size), self._rows, self._board)
+    def _draw(self, draw: _Draw) -> None:
+        """A token of each row goes on the board."""
+        advance_rows(self._sample(draw), self._rows, self._board)
 
-    def _sample(self, size: int) -> torch.Tensor:
+    def _sample(self, draw: _Draw) -> torch.Tensor:
         """Return a token of each row, int64 [size], -1 where a logit was not finite."""
-        logits = self._layer.logits(self._features[:size].clone())
-        sample_plain(logits, self._rows.draws, self._drafted, results=self._results)
-        return self._results[:size]
+        logits, draws = self._layer.logits(self._normed[: draw.size]), self._rows.draws
+        sample_plain(logits, draws, self._drafted, results=self._results)
+        if draw.filtered:
+            sample_filtered(logits, self._every[: draw.size], draws, self._drafted, results=self._results)
+        return self._results[: draw.size]
 
     def _attend(self, batch: DeviceBatch, slots: torch.Tensor, places: torch.Tensor) -> DeviceAttention:
         layer = self._layer
@@ -248,10 +273,10 @@ class DeviceHead:
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _replay(self, graphs: dict[int, torch.cuda.CUDAGraph], size: int, launch: Any) -> None:
-        graph = graphs.get(size)
+    def _replay(self, graphs: dict[_Draw, torch.cuda.CUDAGraph], draw: _Draw, launch: Callable[[_Draw], None]) -> None:
+        graph = graphs.get(draw)
         if graph is None:
-            launch(size)
+            launch(draw)
         else:
             graph.replay()
 
@@ -270,11 +295,16 @@ class DeviceHead:
 
             self._first_graphs[step.shape] = _captured(first, memory)
         for size in reversed(self._sizes):
-            self._draw_graphs[size] = _captured(lambda size=size: self._draw(size), memory)
-            self._later_graphs[size] = _captured(lambda size=size: self._pass(size), memory)
+            for draw in (_Draw(size, False), _Draw(size, True)):
+                self._draw_graphs[draw] = _captured(partial(self._draw, draw), memory)
+                self._later_graphs[draw] = _captured(partial(self._pass, draw), memory)
 
 
-def _captured(launch: Any, memory: Any) -> torch.cuda.CUDAGraph:
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.temperature >= GREEDY_BELOW and (params.top_k > 0 or params.top_p < 1)
+
+
+def _captured(launch: Callable[[], None], memory: Any) -> torch.cuda.CUDAGraph:
     launch()  # kernels are compiled
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()

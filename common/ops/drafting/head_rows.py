@@ -67,7 +67,7 @@ def prepare_rows_reference(
     for index, (begin, length, num_samples, sample, context, base, following) in enumerate(words.view(-1, ROW_HEADER).tolist()):
         rows.contexts[index], rows.lengths[index], rows.selected[index] = NO_CONTEXT, LINE_TOKENS, 0
         rows.places[index], rows.slots[index], rows.context_lens[index], rows.block_starts[index] = 0, -1, 1, 0
-        rows.draws.temperature[index] = 0.0
+        rows.draws.temperature[index], rows.draws.top_k[index], rows.draws.top_p[index] = 0.0, 0, 1.0
         if index < len(first.context_lens):
             first.context_lens[index], first.block_starts[index] = length, 0
         if not length:
@@ -95,9 +95,8 @@ def prepare_rows_reference(
         line[1 + LINES : 1 + LINES + len(came)] = torch.tensor(came, dtype=torch.int32)
         rows.selected[index], rows.contexts[index], rows.lengths[index] = last, context, len(came)
         rows.places[index], rows.block_starts[index] = first.places[last], context * table_blocks
-        rows.draws.temperature[index] = step.draws.temperature[sample + accepted]
-        rows.draws.seed[index] = step.draws.seed[sample + accepted]
-        rows.draws.log_min_p[index] = step.draws.log_min_p[sample + accepted]
+        for name in ("temperature", "seed", "top_k", "top_p", "log_min_p"):
+            getattr(rows.draws, name)[index] = getattr(step.draws, name)[sample + accepted]
         rows.draws.position[index] = int(step.positions[last]) + 2
 
 

@@ -22,6 +22,8 @@ def prepare_rows_kernel(
     sampled,
     temperature,
     log_min_p,
+    top_k,
+    top_p,
     seed,
     nexts,
     places,
@@ -37,6 +39,8 @@ def prepare_rows_kernel(
     lengths,
     row_temperature,
     row_min_p,
+    row_top_k,
+    row_top_p,
     row_seed,
     row_position,
     board,
@@ -101,6 +105,8 @@ def prepare_rows_kernel(
     tl.store(lengths + index, tl.where(drafts, num_came, LINE_TOKENS).to(tl.int32))
     draw = sample + accepted
     tl.store(row_temperature + index, tl.load(temperature + draw, mask=drafts, other=0.0))
+    tl.store(row_top_k + index, tl.load(top_k + draw, mask=drafts, other=0))
+    tl.store(row_top_p + index, tl.load(top_p + draw, mask=drafts, other=1.0))
     tl.store(row_min_p + index, tl.load(log_min_p + draw, mask=drafts, other=0.0), mask=drafts)
     tl.store(row_seed + index, tl.load(seed + draw, mask=drafts, other=0), mask=drafts)
     tl.store(row_position + index, (tl.load(positions + last, mask=drafts, other=0) + 2).to(tl.int64), mask=drafts)
@@ -160,6 +166,8 @@ def prepare_rows_triton(
         sampled=step.sampled,
         temperature=step.draws.temperature,
         log_min_p=step.draws.log_min_p,
+        top_k=step.draws.top_k,
+        top_p=step.draws.top_p,
         seed=step.draws.seed,
         nexts=first.nexts,
         places=first.places,
@@ -175,6 +183,8 @@ def prepare_rows_triton(
         lengths=rows.lengths,
         row_temperature=rows.draws.temperature,
         row_min_p=rows.draws.log_min_p,
+        row_top_k=rows.draws.top_k,
+        row_top_p=rows.draws.top_p,
         row_seed=rows.draws.seed,
         row_position=rows.draws.position,
         board=board,
