@@ -145,9 +145,7 @@ def generate(runner: Any, case: Case, proposers: Proposers | None, token_budget:
         elapsed_s, ended = time.perf_counter() - ended, time.perf_counter()
         progress = scheduler.commit(plan, result, 0.0)
         if proposers is not None:
-            proposers.drafts.costs.observe(plan.num_tokens, elapsed_s - sum(one.seconds for one in result.passes))
-            if proposers.any_head is not None:
-                proposers.any_head.ran(result.passes)
+            proposers.measure(plan, elapsed_s, result.passes)
             for one in progress:
                 proposers.record(one)
         host_s += time.perf_counter() - ended

@@ -235,9 +235,7 @@ class DecodeActor(EngineWorker):
         self.traces.committed()
         self.counters.preemptions.inc(self.scheduler.num_preemptions - self.num_preemptions)
         self.num_preemptions = self.scheduler.num_preemptions
-        self.drafts.costs.observe(plan.num_tokens, self.step_s - sum(one.seconds for one in result.passes))
-        if (head := self.proposers.any_head) is not None:
-            head.ran(result.passes)
+        self.proposers.measure(plan, self.step_s, result.passes)
 
     def try_drafts(self, plan: StepPlan, progress: list[Progress]) -> None:
         """Note the pace of a step that only decodes: is it worth while to ask draft workers?"""

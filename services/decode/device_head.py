@@ -5,9 +5,9 @@
 
 The engine is a step ahead, so nobody knows what is drafted when a row gets its room: how often drafts hold is known by their
 place. All rows that are drafted for get the same number of tokens, for a pass computes a token of each. The head's time is
-measured like a step's, and it drafts where that gives more tokens per second. For which sequence it does not pay, it pauses,
-twice as long each time; then a few short drafts show whether that has changed (`num_probes`). They are a few because the head
-knows nothing of a text behind a pause.
+measured like a step's, and it drafts where that gives more tokens per second. Where it does not pay, nobody is drafted for, and
+for a sequence whose tokens hold too seldom it pauses; twice as long each time. Then a few short drafts show whether that has
+changed (`num_probes`): a few, since the head knows nothing of a text behind a pause, and since times are forgotten, too.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ _MAX_NAP = 512
 """Tokens that a sequence pauses, at first and at most."""
 _PROBE_TOKENS = 2
 _PROBE_STEPS = 8
+_MEASURED_AFTER = 5
+"""Steps of a trial after which it may end: what its steps cost was forgotten in a long pause."""
 _NEARLY = 0.95
 """Of the tokens per second without the head: what would give as many is soon tried again."""
 _HOPELESS = 0.3
 """Below this chance of a first token a pause is twice as long as the one before."""
 _TRIALS_SHARE = 0.01
 """Of the time, for trials of sequences that don't pay."""
+_PICKED_STEPS = 8
+"""For which a depth is kept, if as many rows are decoded."""
 _NOBODY = -1
 
 
 @dataclass(slots=True)
 class _Text:
-    """asleep: tokens until its pause ends; nap: how long the next one is. probes: steps left of a trial behind a pause.
+    """asleep: tokens until its own pause ends; nap: how long the next one is. probes: steps left of a trial behind it.
 
     wanted: tokens to draft behind the row that is planned; coming: behind the row planned last. known: tokens that the text had
     after the last step.
@@ -82,8 +86,14 @@ class DeviceHeadDrafts:
         self._by_place = RateTable([_FIRST_RATE] * _PLACES)
         self._texts: dict[str, _Text] = {}
         self._depth = 1
-        self._owed_s = 0.0
-        """What trials have taken, less their share of the time since."""
+        self._pays = self._wants = True
+        self._steps = 0
+        self._picked: tuple[tuple[int, int], int, Pick] | None = None
+        """Rows and sequences that may be drafted for, the step until which a pick for these is good, and the pick."""
+        self._nap, self._trial, self._rest = _FIRST_NAP, 0, 0
+        """Where it does not pay: steps of the next pause, and steps that are left of a trial, and of a pause."""
+        self._owed_s = self._alone_s = 0.0
+        """What trials have taken, less their share of the time since; and what a step without drafts takes."""
 
     @property
     def num_sequences(self) -> int:
@@ -95,7 +105,7 @@ class DeviceHeadDrafts:
         if slot >= 0:
             sequence.board = slot
             text = self._texts[sequence.request] = _Text(sequence, len(sequence.tokens))
-            text.wanted = self._depth  # behind a prompt that is computed here
+            text.wanted = self._depth if self._pays else 0  # behind a prompt that is computed here
 
     def close(self, sequence: Sequence) -> None:
         """Harmless twice."""
@@ -120,50 +130,75 @@ class DeviceHeadDrafts:
 
         others: how many tokens other drafters' offers for this step are expected to give. Who copies now will copy on.
         """
+        self._steps += 1
+        if not self._pays and not self._trial and not self.policy.always:
+            self._want_nothing()
+            self._rest = max(0, self._rest - 1)
+            self._owed_s = max(0.0, self._owed_s - _TRIALS_SHARE * self._alone_s)
+            self._trial = 0 if self._rest or self._owed_s else _PROBE_STEPS
+            return
+        self._wants = True
         texts = {sequence.request: self._texts[sequence.request] for sequence in decoding if sequence.request in self._texts}
         for text in texts.values():
             text.wanted = 0
-        num_rows, most = len(decoding), self.policy.max_tokens
+        num_rows = len(decoding)
         if not texts or num_rows > HEAD_SLOTS or num_rows >= self.policy.max_step_tokens:
             return
         if self.policy.always:
             for text in texts.values():
-                text.wanted = most
+                text.wanted = self.policy.max_tokens
             return
-        is_known = self.policy.costs.is_known(num_rows)
-        if is_known:
-            step_s = float(self.policy.costs.seconds(np.array([num_rows]))[0])
-            self._owed_s = max(0.0, self._owed_s - _TRIALS_SHARE * step_s)
         ladders = {
-            request: self._ladder(text)
+            request: ladder
             for request, text in texts.items()
-            if not text.asleep and others.get(request, 0.0) <= sum(self._ladder(text)) and text.sequence.may_be_open
+            if text.sequence.may_be_open and others.get(request, 0.0) <= sum(ladder := self._ladder(text))
         }
-        if not ladders or not is_known:  # then such steps are measured: drafts, but no room
-            for text in texts.values():
-                text.wanted = self._depth if text.coming else 0
-            return
+        if not ladders or not self.policy.costs.is_known(num_rows):
+            return  # such a step is measured without drafts: planning those takes the host longer, too
+        if self._trial:
+            self._try([texts[request] for request in ladders], num_rows)
+            if self._trial > _PROBE_STEPS - _MEASURED_AFTER:
+                return
         best = self._best(num_rows, ladders)
         gain = best.pace / best.plain_pace
-        may_begin, is_trial = not self._owed_s, False
-        for request, ladder in ladders.items():
-            text = texts[request]
-            if gain > _MARGIN and ladder[0] >= best.price:
-                text.wanted, text.nap, text.probes = self._depth, _FIRST_NAP, _PROBE_STEPS
-            elif text.probes and (may_begin or text.probes < _PROBE_STEPS):
-                text.probes -= 1
-                self.num_probes += 1
-                text.wanted = min(most, _PROBE_TOKENS)
-                is_trial = True
-            elif text.probes:
-                text.asleep = _FIRST_NAP  # others' trials have taken enough
-            else:
-                text.asleep, text.probes = text.nap, _PROBE_STEPS
-                is_near = gain > _NEARLY and ladder[0] > _HOPELESS
-                text.nap = _FIRST_NAP if is_near else min(2 * text.nap, _MAX_NAP)
-        if is_trial:
-            count = len(ladders)
-            self._owed_s += self.pass_s(self.first_costs, count) + self.pass_s(self.later_costs, count)
+        self._pays = gain > _MARGIN
+        if self._pays:
+            self._nap, self._trial = _FIRST_NAP, 0
+            for request, ladder in ladders.items():
+                self._choose(texts[request], ladder[0] >= best.price)
+        elif not self._trial:
+            self._rest = self._nap
+            is_near = gain > _NEARLY and max(ladder[0] for ladder in ladders.values()) > _HOPELESS
+            self._nap = _FIRST_NAP if is_near else min(2 * self._nap, _MAX_NAP)
+
+    def _want_nothing(self) -> None:
+        """While it does not pay, this must cost hardly anything."""
+        if self._wants:
+            for text in self._texts.values():
+                text.wanted = 0
+            self._wants = False
+
+    def _try(self, texts: Sized[_Text], num_rows: int) -> None:
+        """A step of a trial: for all of `texts`."""
+        self._trial -= 1
+        self.num_probes += len(texts)
+        for text in texts:
+            text.wanted = min(self.policy.max_tokens, _PROBE_TOKENS)
+        sizes = np.array([num_rows, num_rows + _PROBE_TOKENS * len(texts)])
+        self._alone_s, tried_s = (float(seconds) for seconds in self.policy.costs.seconds(sizes))
+        self._owed_s += tried_s - self._alone_s
+        self._owed_s += self.pass_s(self.first_costs, len(texts)) + self.pass_s(self.later_costs, len(texts))
+
+    def _choose(self, text: _Text, is_worth_it: bool) -> None:
+        """Draft for a text or let it pause, where the head pays for others."""
+        if is_worth_it:
+            text.wanted, text.nap, text.probes, text.asleep = self._depth, _FIRST_NAP, _PROBE_STEPS, 0
+        elif not text.asleep and text.probes:
+            text.probes -= 1
+            self.num_probes += 1
+            text.wanted = min(self._depth, _PROBE_TOKENS)
+        elif not text.asleep:
+            text.asleep, text.probes, text.nap = text.nap, _PROBE_STEPS, min(2 * text.nap, _MAX_NAP)
 
     def wanted(self, sequence: Sequence) -> tuple[int, float]:
         """Return how many tokens to draft behind the row of the sequence that has just been planned, -1 for none; see
@@ -201,7 +236,11 @@ class DeviceHeadDrafts:
         return list(accumulate((self._by_place.chance(place, text.by_place) for place in places), mul))
 
     def _best(self, num_rows: int, ladders: Mapping[str, Sized[float]]) -> Pick:
-        """Return what drafting gives at the depth that is best, and note that depth."""
+        """Return what drafting gives at the depth that is best, and note that depth. Worked out anew now and then: it takes the
+        host a good part of a small model's step."""
+        key = num_rows, len(ladders)
+        if self._picked is not None and self._picked[0] == key and self._steps < self._picked[1]:
+            return self._picked[2]
         first_s, later_s = self.pass_s(self.first_costs, 2 * len(ladders)), self.pass_s(self.later_costs, len(ladders))
         picks = [
             self.policy.pace_with(num_rows, [ladder[:depth] for ladder in ladders.values()], first_s + (depth - 1) * later_s)
@@ -209,6 +248,7 @@ class DeviceHeadDrafts:
         ]
         best = max(picks, key=lambda pick: pick.pace)
         self._depth = 1 + picks.index(best)
+        self._picked = key, self._steps + _PICKED_STEPS, best
         return best
 
     def pass_s(self, costs: StepCosts, num_tokens: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.engine.outcomes import Outcome
-from common.engine.plan import NO_ROOM, UNKNOWN, Room
+from common.engine.plan import NO_ROOM, UNKNOWN, DraftPass, Room, StepPlan
 from common.engine.sequence import Sequence
 from common.protocol.draft_messages import DraftSampling, Proposals
 from common.protocol.explain_messages import RequestContext
@@ -254,6 +254,15 @@ class Proposers:
             source, outcomes = DRAFT_WORKER, self.drafts.foresee(sequence.request, sequence.verifying, limit)
         row.foreseen = [(source, outcome) for outcome in outcomes]
         return outcomes
+
+    def measure(self, plan: StepPlan, seconds: float, passes: Sized[DraftPass]) -> None:
+        """A step took so long, with a head's `passes`. Where these are a GPU's, a step with drafts and nothing to verify says
+        nothing of one without: it was planned by the host, which may take longer than the step."""
+        in_vain = self.device_head is not None and plan.num_tokens == len(plan.rows) and any(row.drafts for row in plan.rows)
+        if not in_vain:
+            self.policy.costs.observe(plan.num_tokens, seconds - sum(one.seconds for one in passes))
+        if (head := self.any_head) is not None:
+            head.ran(passes)
 
     def record(self, done: Progress) -> None:
         """A step ran for a sequence; its tokens are there."""

@@ -29,7 +29,7 @@ def test_a_model_counts(shape: str, quantization: str, drafts: bool, tmp_path: P
     """In steps that are waited for, and a step ahead of the host, of one row to 24, behind prompts of one token to 200."""
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     precision = {"dtype": "bfloat16", "quantization": quantization}
-    engine = EngineConfig(device="cuda", num_blocks=800, max_running=24, token_budget=512, **precision)  # type: ignore[arg-type]
+    engine = EngineConfig(device="cuda", num_blocks=800, max_running=24, token_budget=4096, **precision)  # type: ignore[arg-type]
     runner = load_runner(resolve(f"dummy:{shape}-counting"), engine, drafts=drafts)
     for rows in (1, 3, 8, 24):
         firsts = [1000 * row + 500 for row in range(rows)]

@@ -34,11 +34,11 @@ def simulate(
     rate: float,
     *,
     depth: int | None = None,
-    pass_s: float = 0.0002,
     steps: int = 2000,
+    host_s: float = 0.0,
 ) -> tuple[float, DeviceHeadDrafts]:
     """Return tokens per second, and the drafts. rate: the chance that a drafted token holds behind one that does. depth: so
-    many are drafted and verified in each step, whatever seems best."""
+    many are drafted and verified in each step, whatever seems best. host_s: what a step with drafts takes the host longer."""
     dice = random.Random(f"{rows} {rate} {depth}")
     policy = SpeculationPolicy(max_tokens=MOST, max_step_tokens=256, costs=StepCosts())
     head = DeviceHeadDrafts(policy, HeadSlots())
@@ -55,7 +55,9 @@ def simulate(
         wanted = {s: max(0, head.wanted(s)[0]) if depth is None else depth for s in running}
         size = rows + sum(rooms.values())
         took = curve(next(one for one in (*SIZES, size) if one >= size)) * dice.lognormvariate(0, 0.05)
-        policy.costs.observe(size, took)
+        took += host_s * (any(rooms.values()) or any(wanted.values()))
+        if size > rows or not any(wanted.values()):  # as `Proposers.measure`
+            policy.costs.observe(size, took)
         seconds += took + drafting_s
         for s in running:
             taken = min(rooms[s], offered[s])
@@ -83,9 +85,18 @@ def test_it_is_never_slower_and_nearly_as_fast_as_the_best_depth(name: str, rows
     assert found >= 0.9 * max(fixed), (found, fixed)
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.7])
+def test_a_model_whose_steps_wait_for_the_host_is_no_slower(rate: float) -> None:
+    """A step that is advanced on the device takes a fraction of one that is planned with drafts."""
+    found, _ = simulate(1, CURVES["a small model"], rate, host_s=0.0015)
+    fixed = [simulate(1, CURVES["a small model"], rate, depth=depth, steps=500, host_s=0.0015)[0] for depth in range(MOST + 1)]
+    assert found >= 0.97 * fixed[0], (found, fixed)
+    assert found >= 0.9 * max(fixed), (found, fixed)
+
+
 def test_a_head_that_is_always_wrong_is_hardly_asked() -> None:
     _, head = simulate(1, CURVES["an 8B model on an H200"], 0.0)
-    assert head.num_drafted < 200
+    assert head.num_drafted < 250
     assert head.num_probes < 80
 
 
