@@ -226,7 +226,7 @@ def check_head(spec: str, environ: Mapping[str, str]) -> list[Finding]:
         return []  # `check_model` says why
     if asked is None:
         return []
-    found = head_check.head_of(asked.services["decode"], spec)
+    found = head_check.head_of(asked.services["decode"], spec, on_gpu=bool(visible_gpus("auto")))
     if found.reason:
         return [Finding("warning", "head", "none", found.reason)]
     return [Finding("ok", "head", head_check.describe(found.head))] if found.head is not None else []

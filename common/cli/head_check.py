@@ -25,13 +25,13 @@ def check_fleet_head(fleet: ModelFleet) -> HeadCheck:
     settings: Any = fleet.services.get("decode")
     if settings is None or not fleet.config.decode:
         return HeadCheck()
-    return head_of(settings, fleet.config.model)
+    return head_of(settings, fleet.config.model, on_gpu=bool(fleet.gpus))
 
 
-def head_of(settings: Any, model: str) -> HeadCheck:
-    """settings: a decode worker's."""
+def head_of(settings: Any, model: str, *, on_gpu: bool) -> HeadCheck:
+    """settings: a decode worker's. on_gpu: whether it has one; `auto` is none there, see `attach_head`."""
     setting, is_asked_for = settings.head, settings.head not in ("auto", "off")
-    if setting == "off" or not settings.speculation_tokens:
+    if setting == "off" or not settings.speculation_tokens or (setting == "auto" and on_gpu):
         return HeadCheck()
     try:
         files = resolve(model, weights=settings.load_format != "dummy")

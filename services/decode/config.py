@@ -45,7 +45,7 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
         str,
         Meta(
             description="a head that drafts from the model's hidden states in this process: its folder, off, or auto: what is "
-            "shipped for the model"
+            "shipped for the model, on a CPU"
         ),
     ] = "auto"
 

@@ -99,6 +99,11 @@ class DeviceHeadDrafts:
     def num_sequences(self) -> int:
         return len(self._texts)
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing is wanted of it: it does not pay now."""
+        return not self._pays and not self._trial and not self.policy.always
+
     def open(self, sequence: Sequence) -> None:
         self.close(sequence)
         slot = self._slots.take()
@@ -131,7 +136,7 @@ class DeviceHeadDrafts:
         others: how many tokens other drafters' offers for this step are expected to give. Who copies now will copy on.
         """
         self._steps += 1
-        if not self._pays and not self._trial and not self.policy.always:
+        if self.is_resting:
             self._want_nothing()
             self._rest = max(0, self._rest - 1)
             self._owed_s = max(0.0, self._owed_s - _TRIALS_SHARE * self._alone_s)
@@ -172,7 +177,7 @@ class DeviceHeadDrafts:
             self._nap = _FIRST_NAP if is_near else min(2 * self._nap, _MAX_NAP)
 
     def _want_nothing(self) -> None:
-        """While it does not pay, this must cost hardly anything."""
+        """While it rests, this must cost hardly anything."""
         if self._wants:
             for text in self._texts.values():
                 text.wanted = 0

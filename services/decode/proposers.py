@@ -157,6 +157,9 @@ class Proposers:
             device.begin_step(len(decoding))
         posting = self.posting if self.drafts.asks_for_few else None
         head = self.device_head
+        if head is not None and head.is_resting:
+            head.begin_step(decoding, others)
+            head = None
         asks = self.drafters or device is not None or posting is not None or head is not None
         for row in self._offered:
             row.offer = None
@@ -197,8 +200,8 @@ class Proposers:
                 row.drafter, row.offer = device.name, _Chosen(ladder)
                 chances[sequence.request] = ladder
         proposing = self.drafts.begin_step(len(decoding), chances)
-        if limit and (any_head := self.any_head) is not None:
-            any_head.begin_step(decoding, others)
+        if limit and (drafting := self.head or head) is not None:
+            drafting.begin_step(decoding, others)
         if self.drafters:
             return None
         return prospects.union(s for s in decoding if s.request in proposing) if proposing else prospects
@@ -276,7 +279,7 @@ class Proposers:
             row.foreseen = []
         if self.head is not None:
             self.head.record(done.sequence, done.drafted)
-        if self.device_head is not None:
+        if self.device_head is not None and (done.taken is not None or not self.device_head.is_resting):
             self.device_head.record(done.sequence, done.taken, done.accepted)
         device = self.on_device
         if device is not None and (done.looked_up is not None or device.expects(request)):

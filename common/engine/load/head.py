@@ -23,10 +23,11 @@ log = logs.get("engine")
 def attach_head(engine: Engine, setting: str, *, max_sequences: int) -> None:
     """Let the engine draft with the head that `setting` names, see `find_head`. Blocks until it is loaded and compiled.
 
+    `auto` is none on a GPU: heads that are shipped are for models whose steps are too short there.
     Without it the engine serves on: why there is none is a line in the log, if one was asked for.
     """
     files = engine.files
-    if setting == "off" or files is None:
+    if setting == "off" or files is None or (setting == "auto" and engine.on_gpu):
         return
     try:
         head = find_head(setting, files)
