@@ -7,7 +7,7 @@
 
 What stands behind `--` is given to every `penstock up`. On a GPU, answers are independent of their batch with --batch-invariant
 only; `off again`, the baseline a second time, tells whether they are. A head is measured where --head names one (a folder, or
-auto), on CPUs.
+auto, on CPUs).
 
 One `penstock up` after the other answers the same prompts, --clients at a time: without speculation, twice, then with lookup, a
 head where one is given, n-grams of draft workers, a draft model (the model itself if none is named), draft workers that propose

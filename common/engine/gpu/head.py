@@ -87,11 +87,10 @@ class DraftTimes:
             return []
         num_pairs, num_rows, drafts = self._counts
         begun, middle, ended = self._events
-        found = [DraftPass(num_pairs, begun.elapsed_time(middle) / 1000)]
-        if drafts > 1:
-            each = middle.elapsed_time(ended) / 1000 / (drafts - 1)
-            found += [DraftPass(num_rows, each)] * (drafts - 1)
-        return found
+        with torch.cuda.device(ended.device):  # as in `DeviceStep.sampled`
+            first_s, later_s = begun.elapsed_time(middle) / 1000, middle.elapsed_time(ended) / 1000
+        later = [DraftPass(num_rows, later_s / (drafts - 1))] * (drafts - 1) if drafts > 1 else []
+        return [DraftPass(num_pairs, first_s), *later]
 
 
 class DeviceHead:
