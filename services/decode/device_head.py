@@ -23,6 +23,7 @@ import numpy as np
 from common.engine.board import HEAD_SLOTS, HeadSlots
 from common.engine.plan import DraftPass, Taken
 from common.engine.sequence import Sequence
+from common.ops.sampling.board_layout import LINE_TOKENS
 from services.decode.hit_rates import RateTable, Record
 from services.decode.speculation_policy import Pick, SpeculationPolicy
 from services.decode.step_costs import StepCosts
@@ -35,7 +36,9 @@ _PLACES = 8
 """Of a proposal that are told apart."""
 _FIRST_NAP = 16
 _MAX_NAP = 512
-"""Tokens that a sequence pauses, at first and at most."""
+"""Tokens that a sequence pauses, or steps that all do, at first and at most."""
+_MOST = LINE_TOKENS - 1
+"""Tokens that a line of the board has room for, behind what the step sampled."""
 _PROBE_TOKENS = 2
 _PROBE_STEPS = 8
 _MEASURED_AFTER = 5
@@ -45,7 +48,7 @@ _NEARLY = 0.95
 _HOPELESS = 0.3
 """Below this chance of a first token a pause is twice as long as the one before."""
 _TRIALS_SHARE = 0.01
-"""Of the time, for trials of sequences that don't pay."""
+"""Of the time, for trials where it does not pay."""
 _PICKED_STEPS = 8
 """For which a depth is kept, if as many rows are decoded."""
 _NOBODY = -1
@@ -71,12 +74,14 @@ class _Text:
 
 class DeviceHeadDrafts:
     """policy: its costs are those of steps without the head. slots: of the engine's board, for whom the head can draft.
-    `first_costs`, `later_costs`: of the head's first pass behind a step, and of the others, by their tokens."""
+    `most`: tokens that are drafted at most. `first_costs`, `later_costs`: of the head's first pass behind a step, and of the
+    others, by their tokens."""
 
     name = "head"
 
     def __init__(self, policy: SpeculationPolicy, slots: HeadSlots) -> None:
         self.policy = policy
+        self.most = min(policy.max_tokens, _MOST)
         self.num_probes = 0
         self.num_drafted = 0
         self.num_invalid = 0
@@ -151,7 +156,7 @@ class DeviceHeadDrafts:
             return
         if self.policy.always:
             for text in texts.values():
-                text.wanted = self.policy.max_tokens
+                text.wanted = self.most
             return
         ladders = {
             request: ladder
@@ -188,7 +193,7 @@ class DeviceHeadDrafts:
         self._trial -= 1
         self.num_probes += len(texts)
         for text in texts:
-            text.wanted = min(self.policy.max_tokens, _PROBE_TOKENS)
+            text.wanted = min(self.most, _PROBE_TOKENS)
         sizes = np.array([num_rows, num_rows + _PROBE_TOKENS * len(texts)])
         self._alone_s, tried_s = (float(seconds) for seconds in self.policy.costs.seconds(sizes))
         self._owed_s += tried_s - self._alone_s
@@ -237,7 +242,7 @@ class DeviceHeadDrafts:
             costs = self.later_costs
 
     def _ladder(self, text: _Text) -> list[float]:
-        places = [min(place, _PLACES - 1) for place in range(self.policy.max_tokens)]
+        places = [min(place, _PLACES - 1) for place in range(self.most)]
         return list(accumulate((self._by_place.chance(place, text.by_place) for place in places), mul))
 
     def _best(self, num_rows: int, ladders: Mapping[str, Sized[float]]) -> Pick:
@@ -249,7 +254,7 @@ class DeviceHeadDrafts:
         first_s, later_s = self.pass_s(self.first_costs, 2 * len(ladders)), self.pass_s(self.later_costs, len(ladders))
         picks = [
             self.policy.pace_with(num_rows, [ladder[:depth] for ladder in ladders.values()], first_s + (depth - 1) * later_s)
-            for depth in range(1, self.policy.max_tokens + 1)
+            for depth in range(1, self.most + 1)
         ]
         best = max(picks, key=lambda pick: pick.pace)
         self._depth = 1 + picks.index(best)

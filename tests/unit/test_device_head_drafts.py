@@ -10,6 +10,7 @@ import pytest
 
 from common.engine.board import BOARD_SLOTS, HEAD_SLOTS, HeadSlots
 from common.engine.plan import UNKNOWN, DraftPass, Taken
+from common.ops.sampling.board_layout import LINE_TOKENS
 from services.decode.device_head import DeviceHeadDrafts
 from services.decode.proposers import Proposers
 from services.decode.scheduler import Progress
@@ -170,3 +171,11 @@ def test_what_is_not_posted_is_counted() -> None:
     head.record(s, Taken([], 0), 0)
     head.record(s, None, 0)
     assert head.num_invalid == 1
+
+
+def test_no_more_is_drafted_than_a_line_holds() -> None:
+    head = DeviceHeadDrafts(SpeculationPolicy(max_tokens=63, max_step_tokens=256, always=True), HeadSlots())
+    s = sequence("a", [1, 2, 3])
+    head.open(s)
+    assert asked(head, s) == [LINE_TOKENS - 1]
+    assert len(head.chances(s)) == LINE_TOKENS - 1
