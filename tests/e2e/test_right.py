@@ -295,9 +295,13 @@ class TestTinyModels:
     async def test_sequences_sent_back_to_wait_give_the_same_text(self, tiny_stack: Stack, tiny: TinyModels) -> None:
         rng = random.Random(3)
         cases = [Case([rng.randrange(256) for _ in range(1 + i % 20)], 64) for i in range(32)]
-        replies = await run(tiny_stack, cases, gateway="gateway-llama", spread_s=0, model="llama")
-        await check(tiny["llama"][1], cases, replies)
-        assert await counted(tiny_stack, "decode", "vllm:num_preemptions_total") > 0
+        for _ in range(6):  # on a busy machine they may come one after the other, and none has to wait
+            replies = await run(tiny_stack, cases, gateway="gateway-llama", spread_s=0, model="llama")
+            await check(tiny["llama"][1], cases, replies)
+            if await counted(tiny_stack, "decode", "vllm:num_preemptions_total") > 0:
+                break
+        else:
+            pytest.fail("nothing was sent back")
         await tiny_stack.clean()
 
     async def test_a_wrong_guess_does_not_become_the_truth(self, tiny: TinyModels) -> None:

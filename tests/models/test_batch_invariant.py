@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.gpu import runner as gpu_runner
+from common.engine.gpu import step_attention
 from common.engine.load.layout import EngineConfig
 from common.engine.load.runners import _decoder
 from common.engine.plan import StepPlan, StepRow
@@ -68,7 +68,7 @@ def test_a_step_writes_kv_and_attends_as_the_runner_was_told(
         return made[-1]
 
     monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))
-    monkeypatch.setattr(gpu_runner, "DeviceAttention", seen)
+    monkeypatch.setattr(step_attention, "DeviceAttention", seen)
     act_as_a_gpu()
     with interpreted():
         settings = AttentionSettings(batch_invariant=batch_invariant)
