@@ -166,26 +166,24 @@ class Drafter:
     def plan(self) -> StepPlan | None:
         """Return the next step; None when every mirror is drafted as far ahead as it may be, or waits for a step in the air.
 
-        Mirrors with the fewest drafted tokens come first, since decode uses these up soonest; prompts get what is left of the
-        token budget, the one that has waited longest first. What is left of both is for branches.
+        Mirrors with the fewest drafted tokens come first: decode uses these up soonest. Prompts get what is left of the budget,
+        the one that has waited longest first. What is left of both is for branches.
         """
         self.flights.begin()
+        self._is_short = False
         pending = {mirror: self.flights.pending(mirror) for mirror in self._mirrors.values() if self._may_draft(mirror)}
         catch_up = min(MAX_CATCH_UP_TOKENS, self.token_budget)
         drafting = [mirror for mirror, count in pending.items() if 0 < count <= catch_up]
         prompts = [mirror for mirror, count in pending.items() if count > catch_up]
         drafting.sort(key=lambda mirror: (mirror.num_ahead, mirror.last_step))
         prompts.sort(key=lambda mirror: mirror.last_step)
-        budget, step = self.token_budget, self.flights.planning.step
-        rows: list[StepRow] = []
+        budget, step, rows = self.token_budget, self.flights.planning.step, list[StepRow]()
         for mirror in drafting:
             if pending[mirror] - 1 <= budget and (row := self._row(mirror, pending[mirror])):
                 rows.append(row)
                 budget -= len(row.tokens) - 1
         for mirror in prompts:
-            if budget <= 0:
-                break
-            if row := self._row(mirror, part_of(mirror.begin, pending[mirror], budget)):
+            if budget > 0 and (row := self._row(mirror, part_of(mirror.begin, pending[mirror], budget))):
                 rows.append(row)
                 budget -= len(row.tokens)
         rows += self._branch_rows(min(budget, self.branches.step_tokens), alone=not rows)
@@ -359,9 +357,10 @@ class Drafter:
         return self.branches.share(len(self._mirrors))
 
     def _branch_rows(self, budget: int, *, alone: bool) -> list[StepRow]:
-        """Return rows of at most `budget` tokens. alone: the step has no others."""
+        """Return rows of at most `budget` tokens; none while a mirror waits for blocks, which they would keep by beginning anew
+        whenever they went for it. alone: the step has no others."""
         rows: list[StepRow] = []
-        if not (share := self._branches_each) or not (alone or self.branches_beside):
+        if self._is_short or not (share := self._branches_each) or not (alone or self.branches_beside):
             return rows
         mirrors = [mirror for mirror in self._mirrors.values() if mirror.is_whole and not mirror.is_broken]
         for mirror, key in self.branches.wanting(mirrors, share):
@@ -382,6 +381,7 @@ class Drafter:
                     continue
                 victim = next((other for other in self._mirrors.values() if not other.air.num_steps), mirror)
                 if victim is mirror and self.flights:
+                    self._is_short = True
                     return False  # others of steps hold what it lacks: perhaps the next one has room
                 self._evict(victim)
                 if victim is mirror:
