@@ -10,9 +10,9 @@ is computed, and then its token is replaced by the one that follows, or, behind 
     bf16     the head's linears in bfloat16
     fp8      in 8 bits, as a decode worker has them on cards that know FP8
 
-What is drafted and verified is up to the policy of a decode worker. All modes take turns, --turns times, after one that does
-not count; medians. The columns are those of `bench.engine.lookup`; "pass ms": the head's first pass of a step, and a later one.
-Needs a GPU.
+What is drafted and verified is up to the policy of a decode worker. One mode comes after the other, since each has graphs of
+its own, and each case --turns times, after one that does not count; medians. The columns are those of `bench.engine.lookup`;
+"pass ms": the head's first pass of a step, and a later one. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from common.models.head_layer import HeadLayer
 from common.models.head_weights import HeadTensors
 from common.models.spec import RopeSpec
 from common.ops.drafting.head_inputs import TargetStep
-from common.ops.drafting.head_rows import advance_rows
+from common.ops.drafting.head_rows import advance_drafts
 from common.ops.linear.weight import PackFormat
 from services.decode.device_head import DeviceHeadDrafts
 from services.decode.proposers import Proposers
@@ -48,7 +48,7 @@ MODES = ("off", *FORMATS)
 
 
 class ReplayingHead(DeviceHead):
-    """Drafts what follows where `wrong` is false, int64 [vocab_size] of 0 and 1, whatever it computes."""
+    """Drafts the token that follows, or the next one where `wrong` is 1 (int64 [vocab_size]), whatever it computes."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -63,14 +63,13 @@ class ReplayingHead(DeviceHead):
         self._sample(draw)
         last = self._last[: draw.size]
         last += 1 + self.wrong[last]
-        advance_rows(last, self._rows, self._board)
+        advance_drafts(last, self._rows, self._board)
 
 
 def tensors_of(runner: Any, draft_vocab: int) -> HeadTensors:
     """Return a head of EAGLE-3's shape for the runner's model: one of its layers, random."""
     model, device, dtype = runner.decoder.config, runner.decoder.device, runner.decoder.dtype
     mixer, hidden, middle = model.layers[0].mixer, model.hidden_size, model.layers[0].mlp.intermediate_size
-    layers = usual_layers(model.num_layers)
     spec = HeadSpec(
         hidden_size=hidden,
         intermediate_size=middle,
@@ -81,7 +80,7 @@ def tensors_of(runner: Any, draft_vocab: int) -> HeadTensors:
         rms_eps=model.rms_eps,
         vocab_size=model.vocab_size,
         draft_vocab_size=draft_vocab,
-        layers=layers,
+        layers=usual_layers(model.num_layers),
     )
 
     def made(*shape: int) -> torch.Tensor:
@@ -191,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _pass_times(head: DeviceHeadDrafts, rows: int) -> str:
-    first_s, later_s = (head.pass_s(costs, rows) for costs in (head.first_costs, head.later_costs))
+    first_s, later_s = (costs.seconds_if_known(rows) for costs in (head.first_costs, head.later_costs))
     return f"{1e3 * first_s:.2f}, {1e3 * later_s:.2f}"
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 
 import numpy as np
 
@@ -133,7 +131,7 @@ class DeviceHeadDrafts:
         text = self._texts.get(sequence.request)
         if text is None or not text.coming or not sequence.num_awaited or not sequence.may_be_open:
             return []
-        return self._ladder(text)[: text.coming]
+        return self._by_place.ladder(self.most, text.by_place)[: text.coming]
 
     def begin_step(self, decoding: Sized[Sequence], others: Mapping[str, float]) -> None:
         """Decide how many tokens are drafted behind each row of a step that decodes these.
@@ -161,7 +159,8 @@ class DeviceHeadDrafts:
         ladders = {
             request: ladder
             for request, text in texts.items()
-            if text.sequence.may_be_open and others.get(request, 0.0) <= sum(ladder := self._ladder(text))
+            if text.sequence.may_be_open
+            and others.get(request, 0.0) <= sum(ladder := self._by_place.ladder(self.most, text.by_place))
         }
         if not ladders or not self.policy.costs.is_known(num_rows):
             return  # such a step is measured without drafts: planning those takes the host longer, too
@@ -197,7 +196,7 @@ class DeviceHeadDrafts:
         sizes = np.array([num_rows, num_rows + _PROBE_TOKENS * len(texts)])
         self._alone_s, tried_s = (float(seconds) for seconds in self.policy.costs.seconds(sizes))
         self._owed_s += tried_s - self._alone_s
-        self._owed_s += self.pass_s(self.first_costs, len(texts)) + self.pass_s(self.later_costs, len(texts))
+        self._owed_s += self.first_costs.seconds_if_known(len(texts)) + self.later_costs.seconds_if_known(len(texts))
 
     def _choose(self, text: _Text, is_worth_it: bool) -> None:
         """Draft for a text or let it pause, where the head pays for others."""
@@ -241,17 +240,13 @@ class DeviceHeadDrafts:
             self.seconds += one.seconds
             costs = self.later_costs
 
-    def _ladder(self, text: _Text) -> list[float]:
-        places = [min(place, _PLACES - 1) for place in range(self.most)]
-        return list(accumulate((self._by_place.chance(place, text.by_place) for place in places), mul))
-
     def _best(self, num_rows: int, ladders: Mapping[str, Sized[float]]) -> Pick:
         """Return what drafting gives at the depth that is best, and note that depth. Worked out anew now and then: it takes the
         host a good part of a small model's step."""
         key = num_rows, len(ladders)
         if self._picked is not None and self._picked[0] == key and self._steps < self._picked[1]:
             return self._picked[2]
-        first_s, later_s = self.pass_s(self.first_costs, 2 * len(ladders)), self.pass_s(self.later_costs, len(ladders))
+        first_s, later_s = self.first_costs.seconds_if_known(2 * len(ladders)), self.later_costs.seconds_if_known(len(ladders))
         picks = [
             self.policy.pace_with(num_rows, [ladder[:depth] for ladder in ladders.values()], first_s + (depth - 1) * later_s)
             for depth in range(1, self.most + 1)
@@ -260,7 +255,3 @@ class DeviceHeadDrafts:
         self._depth = 1 + picks.index(best)
         self._picked = key, self._steps + _PICKED_STEPS, best
         return best
-
-    def pass_s(self, costs: StepCosts, num_tokens: int) -> float:
-        """Return how long a pass takes; no time as long as none was measured."""
-        return 0.0 if costs.is_empty else float(costs.seconds(np.array([num_tokens]))[0])

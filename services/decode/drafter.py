@@ -3,8 +3,8 @@
     open ─► each step: guess or foresee ─► … the step runs … ─► record ─► close
 
 The head of `head_drafts` reads hidden states of the target and runs with the engine's step: its tokens come with the step's
-result, and `guess` returns them. Where the engine is a step ahead, `foresee` is asked before that result is there: such a head
-would hand its tokens to the next step on the device, and `foresee` say only how many.
+result, and `guess` returns them. Where the engine is a step ahead, it hands them to the next step on the device, and is none of
+these (`device_head`).
 """
 
 from __future__ import annotations

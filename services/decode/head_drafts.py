@@ -126,9 +126,9 @@ class HeadDrafts:
                 text.wanted = most
             return
         ladders = {
-            request: self._ladder(text)
+            request: ladder
             for request, text in texts.items()
-            if not text.asleep and others.get(request, 0.0) <= sum(self._ladder(text))
+            if not text.asleep and others.get(request, 0.0) <= sum(ladder := self._by_place.ladder(most, text.by_place))
         }
         num_rows = len(decoding)
         if not ladders or num_rows >= self.policy.max_step_tokens or not self.policy.costs.is_known(num_rows):
@@ -206,14 +206,12 @@ class HeadDrafts:
     def reset(self) -> None:
         self._texts.clear()
 
-    def _ladder(self, text: _Text) -> list[float]:
-        """Return the chance of each token of a proposal that is not made yet, with all before it."""
-        places = [min(place, _PLACES - 1) for place in range(self.policy.max_tokens)]
-        return list(accumulate((self._by_place.chance(place, text.by_place) for place in places), mul))
-
     def _best(self, num_rows: int, ladders: Mapping[str, Sized[float]]) -> Pick:
         """Return what drafting gives at the depth that is best, and note when to stop before that."""
-        first_s, later_s = self._pass_s(self._first_costs, 2 * len(ladders)), self._pass_s(self._later_costs, len(ladders))
+        first_s, later_s = (
+            self._first_costs.seconds_if_known(2 * len(ladders)),
+            self._later_costs.seconds_if_known(len(ladders)),
+        )
         depths = range(1, self.policy.max_tokens + 1)
         picks = [
             self.policy.pace_with(num_rows, [ladder[:depth] for ladder in ladders.values()], first_s + (depth - 1) * later_s)
@@ -226,10 +224,6 @@ class HeadDrafts:
         one_more_s = (verified_s - alone_s) / len(depths) + later_s / len(ladders)
         self._least_chance = min(1.0, float(one_more_s) * max(best.pace, best.plain_pace) / _NEXT_RATE / trust)
         return best
-
-    def _pass_s(self, costs: StepCosts, num_tokens: int) -> float:
-        """Return how long a pass takes; no time as long as none was measured."""
-        return 0.0 if costs.is_empty else float(costs.seconds(np.array([num_tokens]))[0])
 
 
 def _bucket(place: int, chance: float, *, sampled: bool) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 _LENGTHS = (3, 4, 5, 7, 10, 16, 32)
 """Where the next class of lengths begins."""
@@ -41,6 +43,12 @@ class RateTable:
         """Return the chance that a guess of that class is right."""
         factor = (_OWN_WEIGHT + record.hits) / (_OWN_WEIGHT + record.expected)
         return min(_MAX_CHANCE, factor * self._hits[bucket] / self._trials[bucket])
+
+    def ladder(self, count: int, record: Record) -> list[float]:
+        """Return the chance of each of `count` tokens of a proposal, with all before it. Classes are places, the last one that
+        of all behind it, too."""
+        last = len(self._hits) - 1
+        return list(accumulate((self.chance(min(place, last), record) for place in range(count)), mul))
 
     def record(self, bucket: int, hit: bool, record: Record) -> None:
         record.expected = _OWN_DECAY * record.expected + self._hits[bucket] / self._trials[bucket]

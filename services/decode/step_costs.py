@@ -88,6 +88,10 @@ class StepCosts:
         slope = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]) if len(at) > 1 else 0.0
         return np.interp(sizes, at, seconds) + slope * np.maximum(0, sizes - at[-1])
 
+    def seconds_if_known(self, num_tokens: int) -> float:
+        """Of one step of so many tokens; 0 as long as no size is known."""
+        return 0.0 if self.is_empty else float(self.seconds(np.array([num_tokens]))[0])
+
     def _known(self) -> list[bool]:
         oldest = self._steps - self.stale_after
         return [settled and seen >= oldest for settled, seen in zip(self._settled, self._seen, strict=True)]

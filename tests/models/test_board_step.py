@@ -108,14 +108,7 @@ def test_preempted_texts_and_steps_that_fail(files: ModelFiles) -> None:
     texts = whole(files, sequences())
     world = Posts(chained(files), texts=texts, wrong=0.1, num_blocks=10, watermark=0)
     running = sequences()
-    for sequence in running:
-        world.scheduler.admit(sequence)
-    turn = 0
-    while world.step():
-        turn += 1
-        if turn % 9 < 2 and len(world.flights) == 2:
-            world.flights.clear()
-            world.scheduler.rewind()
+    world.run_with_failures(running)
     assert world.scheduler.num_preemptions > 0
     assert [one.output for one in running] == [texts[one.request][12:] for one in running]
 

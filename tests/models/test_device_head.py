@@ -262,14 +262,7 @@ def test_preempted_texts_and_steps_that_fail(files: ModelFiles, tmp_path: Path) 
 
     world = Drafting(counting(files, tmp_path / "head", wrong=0.2), num_blocks=10, watermark=0)
     running = sequences()
-    for sequence in running:
-        world.scheduler.admit(sequence)
-    turn = 0
-    while world.step():
-        turn += 1
-        if turn % 9 < 2 and len(world.flights) == 2:
-            world.flights.clear()
-            world.scheduler.rewind()
+    world.run_with_failures(running)
     assert world.scheduler.num_preemptions > 0
     assert [one.output for one in running] == [list(range(one.tokens[11] + 1, one.tokens[11] + 41)) for one in running]
     assert world.proposers.by_source["head"].num_accepted_tokens > 20

@@ -11,7 +11,7 @@ import torch
 
 from common.ops import backend
 from common.ops.drafting.head_inputs import NO_CONTEXT, RING_TOKENS, ROW_HEADER, DraftRows, FirstPass, HeadRow, TargetStep
-from common.ops.drafting.head_rows import advance_rows, pack_head_rows, prepare_rows
+from common.ops.drafting.head_rows import advance_drafts, pack_head_rows, prepare_rows
 from common.ops.sampling.board_layout import BOARD_WORDS, LINE_TOKENS, LINES
 from common.ops.sampling.sample_device import DrawBatch
 
@@ -88,9 +88,9 @@ def test_a_row_goes_on_from_the_last_token_that_holds(on_kernel: bool) -> None:
     for step in range(2):
         if on_kernel:
             with backend.interpreted():
-                advance_rows(drafted, found.rows, found.board)
+                advance_drafts(drafted, found.rows, found.board)
         else:
-            advance_rows(drafted, found.rows, found.board)
+            advance_drafts(drafted, found.rows, found.board)
         assert found.rows.tokens[:3].tolist() == [14, 3, 0]
         assert found.rows.places[:3].tolist() == [7 + step, 0, 2 + step]
         assert found.rows.context_lens[:3].tolist() == [8 + step, 1, 3 + step]
@@ -109,9 +109,9 @@ def test_a_line_is_no_longer_than_a_line(on_kernel: bool) -> None:
     before = found.board.clone()
     if on_kernel:
         with backend.interpreted():
-            advance_rows(torch.tensor([9]), found.rows, found.board)
+            advance_drafts(torch.tensor([9]), found.rows, found.board)
     else:
-        advance_rows(torch.tensor([9]), found.rows, found.board)
+        advance_drafts(torch.tensor([9]), found.rows, found.board)
     assert torch.equal(found.board, before)
 
 
@@ -143,9 +143,9 @@ def test_the_kernel_writes_what_the_reference_writes() -> None:
         assert not idle.temperature[~active].any() and not idle.top_k[~active].any() and (idle.top_p[~active] == 1).all()
         assert torch.equal(found.board, expected.board)
         drafted = torch.tensor([rng.choice([-1, 0, 5, 9]) for _ in range(MOST_ROWS)])
-        advance_rows(drafted, expected.rows, expected.board)
+        advance_drafts(drafted, expected.rows, expected.board)
         with backend.interpreted():
-            advance_rows(drafted, found.rows, found.board)
+            advance_drafts(drafted, found.rows, found.board)
         for name in DraftRows._fields[:-1]:
             assert torch.equal(getattr(found.rows, name), getattr(expected.rows, name)), name
         assert torch.equal(found.board, expected.board)

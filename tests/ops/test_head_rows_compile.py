@@ -61,7 +61,7 @@ CASES = [
     KernelCase(
         "advance",
         _MODULE,
-        "advance_rows_kernel",
+        "advance_drafts_kernel",
         {
             **dict.fromkeys(("drafted", "tokens", "places", "slots", "position"), "*i64"),
             **dict.fromkeys(("context_lens", "contexts", "lengths", "board"), "*i32"),

@@ -38,7 +38,7 @@ from common.ops.drafting.head_inputs import (
     HeadRow,
     TargetStep,
 )
-from common.ops.drafting.head_rows import advance_rows, pack_head_rows, prepare_rows
+from common.ops.drafting.head_rows import advance_drafts, pack_head_rows, prepare_rows
 from common.ops.kv.forms import KvTarget
 from common.ops.sampling.gumbel import GREEDY_BELOW
 from common.ops.sampling.sample_device import sample_filtered, sample_plain
@@ -168,8 +168,7 @@ class DeviceHead:
             self._pool[context * blocks : (context + 1) * blocks].zero_()
         self._turn += 1
         events = self._events[self._turn % len(self._events)] if self._events else []
-        if events:
-            events[0].record()
+        _record(events, 0)
         graph = self._first_graphs.get(step.shape)
         if graph is not None:
             self._load(rows)
@@ -178,12 +177,10 @@ class DeviceHead:
             self._launch_first(rows, step)
         draw = _Draw(next(size for size in self._sizes if size >= len(rows)), planned.filtered)
         self._replay(self._draw_graphs, draw, self._draw)
-        if events:
-            events[1].record()
+        _record(events, 1)
         for _ in range(planned.drafts - 1):
             self._replay(self._later_graphs, draw, self._pass)
-        if events:
-            events[2].record()
+        _record(events, 2)
         pairs = sum(row.length for row in rows if row.context != NO_CONTEXT)
         self._times = DraftTimes(len(rows), pairs, planned.drafts, events)
 
@@ -247,7 +244,7 @@ class DeviceHead:
 
     def _draw(self, draw: _Draw) -> None:
         """A token of each row goes on the board."""
-        advance_rows(self._sample(draw), self._rows, self._board)
+        advance_drafts(self._sample(draw), self._rows, self._board)
 
     def _sample(self, draw: _Draw) -> torch.Tensor:
         """Return a token of each row, int64 [size], -1 where a logit was not finite."""
@@ -297,6 +294,11 @@ class DeviceHead:
             for draw in (_Draw(size, False), _Draw(size, True)):
                 self._draw_graphs[draw] = _captured(partial(self._draw, draw), memory)
                 self._later_graphs[draw] = _captured(partial(self._pass, draw), memory)
+
+
+def _record(events: Sequence[torch.cuda.Event], index: int) -> None:
+    if events:  # a CPU has none
+        events[index].record()
 
 
 def _is_filtered(params: SamplingParams) -> bool:

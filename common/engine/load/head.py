@@ -16,6 +16,7 @@ from common.runtime import logs
 
 if TYPE_CHECKING:
     from common.engine.cpu.runner import CpuRunner
+    from common.models.head_weights import HeadTensors
 
 log = logs.get("engine")
 
@@ -67,7 +68,7 @@ def _attach(runner: CpuRunner, found: HeadFiles, files: ModelFiles, max_sequence
         raise ConfigError(f"a head needs the package numba: {error}", param="head") from error
     runner.head = Head(tensors, max_sequences=max_sequences, threads=runner.threads)
     runner.warm_up()
-    _log_loaded(found, begun)
+    _log_loaded(found.name, tensors, begun)
 
 
 def _attach_on_gpu(engine: Engine, found: HeadFiles, files: ModelFiles) -> None:
@@ -89,8 +90,8 @@ def _attach_on_gpu(engine: Engine, found: HeadFiles, files: ModelFiles) -> None:
         runner.attach_head(None)
         raise ConfigError("no GPU memory is left for a head: use --head off, or lower gpu_memory_utilization") from error
     engine.head_slots = HeadSlots()
-    _log_loaded(found, begun)
+    _log_loaded(found.name, tensors, begun)
 
 
-def _log_loaded(found: HeadFiles, begun: float) -> None:
-    log.info("head_loaded", head=found.name, layers=list(found.spec.layers), seconds=round(time.perf_counter() - begun, 2))
+def _log_loaded(name: str, tensors: HeadTensors, begun: float) -> None:
+    log.info("head_loaded", head=name, layers=list(tensors.spec.layers), seconds=round(time.perf_counter() - begun, 2))

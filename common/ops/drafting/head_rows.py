@@ -2,7 +2,7 @@
 
 prepare_rows(words, step, first, rows, board)   before the head's first pass: its inputs for every token of the step, and which
                                                 token of each row was the last one that holds
-advance_rows(drafted, rows, board)              behind each pass: the drafted token goes on the board, and into the next pass
+advance_drafts(drafted, rows, board)              behind each pass: the drafted token goes on the board, and into the next pass
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def prepare_rows(
         prepare_rows_reference(words, step, first, rows, board, table_blocks)
 
 
-def advance_rows(drafted: torch.Tensor, rows: DraftRows, board: torch.Tensor) -> None:
+def advance_drafts(drafted: torch.Tensor, rows: DraftRows, board: torch.Tensor) -> None:
     """drafted: int64 [rows], what was drawn behind each row, -1 where a logit was not finite. It goes on the board, unless the
     row's line ended before, and is the row's token in the next pass."""
     if on_device(drafted):
-        from common.ops.drafting.head_rows_triton import advance_rows_triton
+        from common.ops.drafting.head_rows_triton import advance_drafts_triton
 
-        advance_rows_triton(drafted, rows, board)
+        advance_drafts_triton(drafted, rows, board)
     else:
-        advance_rows_reference(drafted, rows, board)
+        advance_drafts_reference(drafted, rows, board)
 
 
 def prepare_rows_reference(
@@ -100,8 +100,8 @@ def prepare_rows_reference(
         rows.draws.position[index] = int(step.positions[last]) + 2
 
 
-def advance_rows_reference(drafted: torch.Tensor, rows: DraftRows, board: torch.Tensor) -> None:
-    """As `advance_rows`."""
+def advance_drafts_reference(drafted: torch.Tensor, rows: DraftRows, board: torch.Tensor) -> None:
+    """As `advance_drafts`."""
     given = drafted.tolist(), rows.contexts.tolist(), rows.lengths.tolist()
     for index, (token, context, length) in enumerate(zip(*given, strict=False)):
         rows.tokens[index] = max(0, token)

@@ -120,7 +120,7 @@ def prepare_rows_kernel(
 
 
 @triton.jit
-def advance_rows_kernel(
+def advance_drafts_kernel(
     drafted,
     tokens,
     places,
@@ -200,9 +200,9 @@ def prepare_rows_triton(
     )
 
 
-def advance_rows_triton(drafted: torch.Tensor, rows: DraftRows, board: torch.Tensor) -> None:
-    """As `advance_rows`."""
-    advance_rows_kernel[(len(drafted),)](
+def advance_drafts_triton(drafted: torch.Tensor, rows: DraftRows, board: torch.Tensor) -> None:
+    """As `advance_drafts`."""
+    advance_drafts_kernel[(len(drafted),)](
         drafted=drafted,
         tokens=rows.tokens,
         places=rows.places,
