@@ -92,6 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8, help="prompts of each arrangement; two more come before them")
     parser.add_argument("--vocab", type=int, default=30000, help="tokens of prompts are below it")
     parser.add_argument("--kv-prompts", type=float, default=3.0, help="prompts that the KV of `decode, kvstore` has room for")
+    parser.add_argument("--pause-s", type=float, default=SETTLE_S, help="0: KV of others goes to the kvstore meanwhile")
     parser.add_argument("--token-kb", type=float, default=128.0, help="KV of a token")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--only", default="", help="a part of the names of arrangements to run")
@@ -214,6 +215,7 @@ async def measure(arrangement: Arrangement, options: argparse.Namespace, folder:
                 await anyio.sleep(SETTLE_S)
                 for filler in fillers:
                     await ask(client, model, [number + 1, *filler[1:]], 1)
+                await anyio.sleep(options.pause_s)
                 seen = await ask(client, model, [*prompt, *new_prompt(TAIL_TOKENS)], options.answer_tokens)
             if number >= 2:
                 counted.append(seen)

@@ -1,11 +1,12 @@
 """How fast a worker's KV gets into a kvstore's memory, and back: blocks in host memory, and blocks of a device through a stage.
 
-    python -m bench.kv_host [--device cuda:0] [--block-kb 2048] [--blocks 128] [--stage-mb 128]
+    python -m bench.kv_host [--device cuda:0] [--block-kb 2048] [--blocks 128] [--stage-mb 128] [--at-once 2]
 
 A kvstore and a worker with as many blocks, in one process, over the memory bus and real shared memory. Each round offers all
 blocks under new hashes and fetches them again, with everything that a worker does: questions, leases, checksums, generations.
 Prints GB/s of both (medians, and the slowest and fastest round), beside a plain copy of the same blocks in memory and their
-checksums alone. `--device cpu` takes host memory for that of a device: what the stage itself costs. The first round of each is
+checksums alone. With `--at-once` the blocks are of so many requests, which offer and fetch side by side, so that one asks while
+another copies. `--device cpu` takes host memory for that of a device: what the stage itself costs. The first round of each is
 apart: in it the kvstore's blocks get their memory, and mappings their pages. A GPU is measured twice, with `kv_pin_kvstore`
 and without; what is pinned is waited for after the second round, which therefore is as without.
 
@@ -22,11 +23,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import anyio
 import numpy as np
@@ -52,6 +53,7 @@ from services.kvstore.config import KvstoreConfig
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 _MIB = 1 << 20
 SETTLE_S = 10.0
 HASH_BYTES = 16
@@ -130,8 +132,8 @@ async def site(memory: BlockMemory, shm_dir: str) -> AsyncIterator[tuple[Worker,
     worker.store.close()
 
 
-async def rates(memory: BlockMemory, shm_dir: str, rounds: int) -> tuple[Spent, Spent, float]:
-    """Return what offers and fetches took, and the seconds of a lookup of all blocks.
+async def rates(memory: BlockMemory, shm_dir: str, rounds: int, at_once: int) -> tuple[Spent, Spent, float]:
+    """Return what offers and fetches of so many requests took, and the seconds of a lookup of the first one's blocks.
 
     :raises ConfigError: the kvstore did not take or give everything.
     """
@@ -142,21 +144,37 @@ async def rates(memory: BlockMemory, shm_dir: str, rounds: int) -> tuple[Spent, 
         for number in range(rounds + 1):
             if number == 2 and pinned is not None and not pinned.refused:  # all of its memory is used by now
                 await _until(lambda: pinned.num_bytes >= 2 * total)
-            hashes = [b"%07d-%08d" % (number, block) for block in blocks]
+            chains = [blocks[i * len(blocks) // at_once : (i + 1) * len(blocks) // at_once] for i in range(at_once)]
+            requests = [([b"%07d-%08d" % (number, block) for block in chain], chain) for chain in chains]
             stored = store.arenas.num_readable
             with offers.measure(total, worker.transfers):
-                await worker.store.offer(hashes, blocks)
+                await _side_by_side(worker.store.offer, requests)
             await _until(
                 lambda expected=stored + memory.num_blocks: store.arenas.num_readable >= min(expected, 2 * len(blocks))
             )
-            began = time.perf_counter()
+            began, hashes = time.perf_counter(), requests[0][0]
             await worker.store.find(hashes, [0] * len(hashes), 0)
             lookups.append(time.perf_counter() - began)
             with fetches.measure(total, worker.transfers):
-                fetched = await worker.store.fetch(hashes, blocks)
-            if fetched != memory.num_blocks:
+                fetched = await _side_by_side(worker.store.fetch, requests)
+            if sum(fetched) != memory.num_blocks:
                 raise ConfigError("the kvstore does not have all that was offered")
     return offers, fetches, median(lookups)
+
+
+async def _side_by_side(
+    call: Callable[[list[bytes], Sequence[int]], Awaitable[T]], requests: Sequence[tuple[list[bytes], Sequence[int]]]
+) -> list[T]:
+    """Return what a call comes to for each request."""
+    found: list[T] = []
+
+    async def one(hashes: list[bytes], blocks: Sequence[int]) -> None:
+        found.append(await call(hashes, blocks))
+
+    async with anyio.create_task_group() as tasks:
+        for request in requests:
+            tasks.start_soon(one, *request)
+    return found
 
 
 async def _until(holds: Callable[[], bool]) -> None:
@@ -197,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=128)
     parser.add_argument("--stage-mb", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--at-once", type=int, default=1, help="requests among which the blocks are divided")
     parser.add_argument("--shm-dir", default="/dev/shm")
     given = parser.parse_args(argv)
 
@@ -221,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     summed = timed(lambda: [crc32(block) for block in content], content.nbytes, given.rounds)
     print(f"one thread alone, GB/s: a copy in memory {_spread(copied)}, checksums ({LIBRARY}) {_spread(summed)}")
     with tempfile.TemporaryDirectory(dir=given.shm_dir) as directory:
-        add("blocks in host memory", *anyio.run(rates, HostBlocks(other), directory, given.rounds))
+        add("blocks in host memory", *anyio.run(rates, HostBlocks(other), directory, given.rounds, given.at_once))
         if (other != content).any():
             raise SystemExit("what came back is not what was offered")
         pool = torch.from_numpy(content.copy()).to(device)
@@ -229,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, pins in [("through a stage", False), ("the kvstore's memory pinned", True)][: 1 + device.startswith("cuda")]:
             stage = HostStage([pool], given.stage_mb * _MIB, pins=pins)
             stage.check()
-            add(f"blocks of {device}, {name}", *anyio.run(rates, stage.groups[0], directory, given.rounds))
+            add(f"blocks of {device}, {name}", *anyio.run(rates, stage.groups[0], directory, given.rounds, given.at_once))
             if (pool.cpu().numpy() != content).any():
                 raise SystemExit("what came back is not what was offered")
             if not pins:
@@ -237,7 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 pool.copy_(torch.from_numpy(content))
             stage.close()
         rows.append([f"{device} to its stage and back, alone", *alone, "", ""])
-    print(f"{given.blocks} blocks of {given.block_kb} KiB, a stage of {given.stage_mb} MiB; GB/s, median (slowest to fastest)")
+    blocks = f"{given.blocks} blocks of {given.block_kb} KiB, {given.at_once} requests at once"
+    print(f"{blocks}, a stage of {given.stage_mb} MiB; GB/s, median (slowest to fastest)")
     print(markdown(["", "out: offer", "in: fetch", "first round", "lookup, ms"], rows))
     print("\nms for each GB, and page faults:")
     print(markdown(["", "clock", "user", "system", "threads: kvstore", "threads: device", "faults"], parts))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.protocol.errors import TransportUnavailable
 
 HANDLE_BYTES = 64
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 
 class CudaDriver:
@@ -29,6 +33,26 @@ class CudaDriver:
         names = ("cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize")
         copy, record, synchronize = (ctypes.cast(getattr(self._cuda, name), ctypes.c_void_p).value or 0 for name in names)
         return copy, record, synchronize
+
+    def copy_batch(self, targets: NDArray[np.int64], sources: NDArray[np.int64], num_bytes: int, stream: int) -> bool:
+        """Have the copy engine copy so many bytes from each address to another, in a stream that is not the default one, with
+        nothing between two copies; return whether that has begun. False: the driver is older than CUDA 12.8, or refuses.
+
+        On an H200, 256 copies of 2 MiB took 9.9 ms, either way, and 10.5 as calls of their own (docs/performance.md).
+        """
+        newer, older = (getattr(self._cuda, name, None) for name in ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync"))
+        if newer is None and older is None:
+            return False
+        self.bind()
+        places = [np.ascontiguousarray(addresses, np.uint64) for addresses in (targets, sources)]
+        sizes, count = np.full(len(targets), num_bytes, np.uint64), ctypes.c_size_t(len(targets))
+        of_all, first, failed = _CopyAttributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t()
+        arrays = [ctypes.c_void_p(array.ctypes.data) for array in (*places, sizes)]
+        attributes = ctypes.byref(of_all), ctypes.byref(first), ctypes.c_size_t(1)
+        if newer is not None:
+            return not newer(*arrays, count, *attributes, ctypes.c_void_p(stream))
+        assert older is not None
+        return not older(*arrays, count, *attributes, ctypes.byref(failed), ctypes.c_void_p(stream))
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin memory of this process for the copy engine. :raises TransportUnavailable: the driver or the system refuses."""
@@ -82,3 +106,15 @@ class _Handle(ctypes.Structure):
     """CUipcMemHandle; passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation; all 0: as the addresses say."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes, of all copies of a batch."""
+
+    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))

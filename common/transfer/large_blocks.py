@@ -63,7 +63,7 @@ class LargeBlocks:
             for pool in pools:
                 blocks = np.unique(np.array([0, len(pool) - 1], np.int64))
                 content = pool[blocks.tolist()].cpu().numpy()
-                if self._direct.checksums(pool, blocks) != checksums_of(content, range(len(blocks))):
+                if self._direct.checksums(pool, blocks).tolist() != checksums_of(content, range(len(blocks))):
                     raise TransportUnavailable("checksums on the GPU are wrong")
         except Exception as error:  # a kernel that does not compile, for instance
             log.warning("kvstore_not_pinned", reason=str(error), consequence="KV passes to and from it through the stage")
@@ -87,7 +87,7 @@ class LargeBlocks:
             direct, sums, num_good = np.flatnonzero(pinned), wanted.copy(), len(mine)
             sums[direct] = self._past_slots(pool, mine[direct], addresses[direct], _operation(copy))
         if isinstance(copy, CopyIn):
-            num_good = min([num_good, *direct[sums[direct] != wanted[direct]][:1].tolist()])
+            num_good = min([num_good, *np.flatnonzero(sums != wanted)[:1].tolist()])
         others = np.flatnonzero(~pinned[:num_good])
         if len(others):
             rest = self._in_ring(pool, mine[others], _part_of(copy, others))
@@ -97,15 +97,15 @@ class LargeBlocks:
 
     def _past_slots(
         self, pool: torch.Tensor, blocks: NDArray[np.int64], addresses: NDArray[np.int64], operation: Operation
-    ) -> list[int]:
+    ) -> NDArray[np.int64]:
         """Return the blocks' checksums."""
-        found: list[int] = []
+        found: list[NDArray[np.int64]] = []
 
         def work(_slot: Slot, _paused: np.ndarray) -> None:
-            found.extend(self._direct.copy(pool, blocks, addresses, operation))
+            found.append(self._direct.copy(pool, blocks, addresses, operation))
 
         self._threads.run(1, work, lambda: not found, operation)  # who waits there notices that the engine is given up
-        return found
+        return found[0]
 
     def _in_ring(self, pool: torch.Tensor, blocks: NDArray[np.int64], copy: CopyIn | CopyOut) -> Copied:
         call, operation = self._ring.call(pool, blocks.tolist(), copy, self._slot_bytes), _operation(copy)

@@ -23,6 +23,8 @@ from common.runtime import logs
 log = logs.get("transfer")
 
 EVERY_S = 0.25
+SOON_S = 0.01
+"""Between two looks where the first had more to do than it may at once."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, Linux 5.14 and later
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -30,8 +32,8 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class Mapped(Protocol):
-    def map_granted(self, stopped: Callable[[], bool]) -> None:
-        """Map what was granted since the last call, as long as it is not `stopped`."""
+    def map_granted(self, stopped: Callable[[], bool]) -> bool:
+        """Map what was granted since the last call, as long as it is not `stopped`; return whether there is more to do."""
         ...
 
     def let_go(self) -> None:
@@ -131,10 +133,13 @@ class MappingThread:
                 self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(EVERY_S):
+        wait_s = EVERY_S
+        while not self._ended.wait(wait_s):
+            wait_s = EVERY_S
             for segment in self._opened():
                 try:
-                    segment.map_granted(self._ended.is_set)
+                    if segment.map_granted(self._ended.is_set):
+                        wait_s = SOON_S
                 except OSError as error:
                     log.warning("blocks_not_mapped", reason=error.strerror, consequence="they are mapped as they are copied")
                     for each in self._opened():

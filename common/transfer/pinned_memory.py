@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +18,6 @@ from common.runtime import logs
 log = logs.get("transfer")
 
 
-@dataclass(eq=False)
-class _Range:
-    start: int
-    end: int
-    users: int = 0
-
-
 class PinnedMemory:
     """Ranges of addresses that don't overlap. Safe to call from several threads.
 
@@ -34,8 +26,9 @@ class PinnedMemory:
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister
-        self._ranges: list[_Range] = []  # by their start
-        self._starts = self._ends = np.empty(0, np.int64)
+        self._starts = self._ends = np.empty(0, np.int64)  # of ranges, rising
+        self._uses: list[NDArray[np.int64]] = []
+        """Of each copy that is under way, the starts of the ranges that it uses."""
         self._changed = threading.Condition()
         self._refused = self._given_up = False
 
@@ -66,7 +59,6 @@ class PinnedMemory:
             return False
         with self._changed:
             place = int(np.searchsorted(self._starts, address))
-            self._ranges.insert(place, _Range(address, address + num_bytes))
             self._starts = np.insert(self._starts, place, address)
             self._ends = np.insert(self._ends, place, address + num_bytes)
         return True
@@ -75,11 +67,10 @@ class PinnedMemory:
         """Wait for copies that use the range that begins at an address, and have it pinned no longer."""
         with self._changed:
             place = int(np.searchsorted(self._starts, address))
-            if place == len(self._ranges) or self._ranges[place].start != address:
+            if place == len(self._starts) or self._starts[place] != address:
                 return
-            found = self._ranges.pop(place)
             self._starts, self._ends = np.delete(self._starts, place), np.delete(self._ends, place)
-            self._changed.wait_for(lambda: not found.users or self._given_up)
+            self._changed.wait_for(lambda: self._given_up or not any(address in use for use in self._uses))
         if self._given_up:  # the driver may never answer
             return
         with suppress(TransportUnavailable):  # the GPU failed, and the process ends
@@ -92,15 +83,13 @@ class PinnedMemory:
             places = np.searchsorted(self._starts, addresses, "right") - 1
             pinned = places >= 0
             pinned[pinned] = addresses[pinned] + num_bytes <= self._ends[places[pinned]]
-            mine = [self._ranges[place] for place in np.unique(places[pinned])]
-            for one in mine:
-                one.users += 1
+            mine = self._starts[places[pinned]]
+            self._uses.append(mine)
         try:
             yield pinned
         finally:
             with self._changed:
-                for one in mine:
-                    one.users -= 1
+                self._uses = [use for use in self._uses if use is not mine]
                 self._changed.notify_all()
 
     def give_up(self) -> None:

@@ -52,8 +52,9 @@ class SegmentPins:
         """These blocks' memory was written: look at their extents again."""
         self._candidates.update(range(blocks.start // self._size, -(-blocks.stop // self._size)))
 
-    def update(self, stopped: Callable[[], bool]) -> None:
-        """Pin what has all its memory; let go of everything where the store wants some. :raises OSError: see `map_written`."""
+    def update(self, stopped: Callable[[], bool]) -> bool:
+        """Pin what has all its memory; let go of everything where the store wants some. Return whether there is more to pin
+        than one call may. :raises OSError: see `map_written`."""
         now, wanted = time.monotonic(), self._read_wanted()
         if wanted != self._wanted:
             self._wanted = wanted
@@ -61,18 +62,23 @@ class SegmentPins:
             self.let_go()
             self._quiet_until, self._quiet_s = now + self._quiet_s, min(2 * self._quiet_s, MAX_QUIET_S)
         if now < self._quiet_until or self._memory.refused:
-            return
+            return False
 
         def goes_on() -> bool:
             return not stopped() and time.monotonic() < now + BUSY_S and self._read_wanted() == self._wanted
 
         for extent in sorted(self._candidates):
             if not goes_on():
-                return
+                return not stopped()
             self._candidates.discard(extent)
             self._pin(extent)
-        while self._next * self._size < self._header.num_blocks and goes_on() and self._pin(self._next):
+        while self._next * self._size < self._header.num_blocks:
+            if not goes_on():
+                return not stopped()
+            if not self._pin(self._next):
+                break
             self._next += 1
+        return False
 
     def let_go(self, pause_s: float = PAUSE_S / 4) -> None:
         """Unpin and unlock everything. Copies that use it are waited for."""

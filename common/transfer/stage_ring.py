@@ -6,7 +6,7 @@ What they do, and why, is in `common/ops/kv/stage_ring_numba.py`; here are the a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,20 +42,29 @@ class Handles:
 
 
 @contextmanager
-def ended(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
-    """What is launched inside in these streams has ended when this has, also if an error is raised.
+def ended(streams: Sequence[torch.cuda.Stream | None], turns: AbstractContextManager[object] | None = None) -> Iterator[None]:
+    """What is launched inside in these streams has ended when this has, also if an error is raised. `turns`: held while it is
+    launched, and not while it is waited for, so that what others launch there later is not waited for.
 
     :raises TransportUnavailable: the GPU failed.
     """
     import torch
 
+    ends: list[torch.cuda.Event] = []
     try:
         try:
-            yield
+            with turns or nullcontext():
+                try:
+                    yield
+                finally:
+                    for stream in streams:
+                        if stream is not None:
+                            end = torch.cuda.Event(blocking=True)
+                            end.record(stream)
+                            ends.append(end)
         finally:
-            for stream in streams:
-                if stream is not None:  # sleeps, as other threads have work for this core
-                    stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
+            for end in ends:  # sleeps, as other threads have work for this core
+                end.synchronize()
     except (RuntimeError, ValueError) as error:
         raise TransportUnavailable(f"copying between host and GPU failed: {error}") from error
 
@@ -119,6 +128,8 @@ class StageRing:
 
         :raises TransportUnavailable: the driver failed. Some copies may have begun.
         """
+        if self.driver is not None and self.driver.copy_batch(targets, sources, num_bytes, stream):
+            return
         if self.driver is not None:
             self.driver.bind()
         if failed := self._code.copy_each(targets, sources, num_bytes, stream, self._functions):

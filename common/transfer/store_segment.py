@@ -107,19 +107,19 @@ class StoreSegment:
             self._fence()  # the copy comes before the generations are read
             compare_generations(self._generations_of(blocks), blocks, generations)
 
-    def map_granted(self, stopped: Callable[[], bool]) -> None:
+    def map_granted(self, stopped: Callable[[], bool]) -> bool:
         """Map the memory of blocks that were granted since the last call, if they have some, so that copying them does not;
-        have it pinned, or let it go (`segment_pins`).
+        have it pinned, or let it go (`segment_pins`). Return whether more could be pinned now.
 
         Returns early when it is `stopped`. Call it in one thread.
 
         :raises OSError: Linux can't, or the file can't be read.
         """
         if not 0 < len(self._seen) <= MAX_MAPPED_AHEAD:
-            return
+            return False
         if self._pins is not None and not self.is_current():  # nobody reads it any more
             self.let_go()
-            return
+            return False
         raw = os.pread(self._fd, self._seen.nbytes, GENERATIONS_OFFSET)
         current = np.frombuffer(raw[: len(raw) // 8 * 8], np.uint64)
         changed = np.flatnonzero(current != self._seen[: len(current)]).tolist()
@@ -127,13 +127,12 @@ class StoreSegment:
         for first, _, count in runs(changed, changed):
             for start in range(first, first + count, step):
                 if stopped():
-                    return
+                    return False
                 part = slice(start, min(start + step, first + count))
                 self._looks[part] += 1
                 if self._map_blocks(part) or self._looks[part].min() >= MAX_LOOKS:
                     self._seen[part], self._looks[part] = current[part], 0
-        if self._pins is not None:
-            self._pins.update(stopped)
+        return self._pins is not None and self._pins.update(stopped)
 
     def let_go(self) -> None:
         """Have nothing pinned any more. Call it in the thread of `map_granted`."""
@@ -213,8 +212,8 @@ class StoreSegment:
 
         :raises StaleHandle: it takes it just now. :raises TransportUnavailable: the file was cut, or can't be opened anew.
         """
-        header, ordered = self._header, sorted(set(blocks))
-        ranges = [(self._offset(block), count * header.block_bytes) for block, _, count in runs(ordered, ordered)]
+        header = self._header
+        ranges = [(self._offset(block), count * header.block_bytes) for block, count in _stretches(blocks)]
         try:
             with lock_to_copy(self._fd, ranges):
                 if os.fstat(self._fd).st_size < header.file_bytes:
@@ -248,9 +247,16 @@ class StoreSegment:
     def _generations_of(self, blocks: Sequence[int]) -> list[int]:
         if not blocks:
             return []
-        first = min(blocks)
-        raw = os.pread(self._fd, 8 * (max(blocks) - first + 1), GENERATIONS_OFFSET + 8 * first)
+        first, last = min(blocks), max(blocks)
+        raw = os.pread(self._fd, 8 * (last - first + 1), GENERATIONS_OFFSET + 8 * first)
         found = np.frombuffer(raw[: len(raw) // 8 * 8], np.uint64)
-        if len(found) <= max(blocks) - first:
+        if len(found) <= last - first:
             raise TransportUnavailable(f"{self.path} is shorter than its header says")
-        return [int(found[block - first]) for block in blocks]
+        return found[np.array(blocks, np.int64) - first].tolist()
+
+
+def _stretches(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the number of blocks of each stretch without a gap, in their order; each block counts once."""
+    ordered = np.unique(np.array(blocks, np.int64))
+    begins = np.flatnonzero(np.diff(ordered, prepend=-2) != 1)
+    return list(zip(ordered[begins].tolist(), np.diff(begins, append=len(ordered)).tolist(), strict=True))

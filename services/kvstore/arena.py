@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
+
 from common.protocol.errors import InvalidParameter
 from common.runtime import logs
 from common.transfer.segment import Segment
@@ -83,7 +85,7 @@ class Arena:
         return granted
 
     def generations_of(self, slots: Sequence[int]) -> list[int]:
-        return [int(self.segment.generations[slot]) for slot in slots]
+        return self.segment.generations[np.array(slots, np.int64)].tolist()
 
     def grow(self) -> bool:
         """One more spare slot. False: the arena is as large as it can be. :raises ConfigError: there is no memory."""

@@ -112,7 +112,7 @@ class DiskIndex:
         block = file.find(block_hash)
         if block is None:
             return
-        file.order.use(block_hash)
+        file.order.use([block_hash])
         self._models.use(file.model)
         self._changed.add((file.fingerprint, block_hash))
 

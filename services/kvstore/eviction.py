@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 import msgspec
@@ -132,20 +132,27 @@ class LeafOrder:
             del self._children[block.parent]
             self._offer(block.parent)
 
-    def use(self, block_hash: bytes) -> None:
-        """A request found the block."""
-        block = self._blocks[block_hash]
-        block.hits = min(block.hits + 1, MAX_HITS)
-        self.touch(block_hash)
+    def use(self, block_hashes: Iterable[bytes]) -> None:
+        """A request found these blocks; the last of them is the one used last."""
+        self._touch(block_hashes, hits=1)
 
     def touch(self, block_hash: bytes) -> None:
         """The block is now the one used last."""
-        block = self._blocks[block_hash]
-        block.worth = self._clock.level + (1 + min(block.hits, _MOST_HITS)) * self.cost
-        block.number = next(self._clock.numbers)
+        self._touch((block_hash,), hits=0)
+
+    def _touch(self, block_hashes: Iterable[bytes], hits: int) -> None:
+        """A request waits meanwhile, for hundreds of blocks."""
+        level, cost, numbers, owners = self._clock.level, self.cost, self._clock.numbers, set[bytes]()
+        for block_hash in block_hashes:
+            block = self._blocks[block_hash]
+            block.hits = min(block.hits + hits, MAX_HITS)
+            block.worth = level + (1 + min(block.hits, _MOST_HITS)) * cost
+            block.number = next(numbers)
+            owners.add(block.owner)
+            self._offer(block_hash)
         if self._owners is not None:
-            self._owners.use(block.owner)
-        self._offer(block_hash)
+            for owner in owners:
+                self._owners.use(owner)
 
     def hold(self, block_hash: bytes) -> None:
         """Not to be evicted until as many `let_go`."""

@@ -112,8 +112,7 @@ class BlockIndex:
         return block_hash in self._by_hash
 
     def _used(self, slots: list[int]) -> list[int]:
-        for slot in reversed(slots):
-            self.order.use(self._slots[slot].block_hash)
+        self.order.use([self._slots[slot].block_hash for slot in reversed(slots)])
         return slots
 
     def hashes_of(self, slots: Sequence[int]) -> list[bytes]:

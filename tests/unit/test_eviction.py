@@ -32,7 +32,7 @@ def test_the_oldest_leaf_goes_first():
     chain(order, b"a")
     chain(order, b"b")
     chain(order, b"c")
-    order.use(b"a")
+    order.use([b"a"])
     assert drained(order) == [b"b", b"c", b"a"]
 
 
@@ -69,7 +69,7 @@ def test_touching_one_block_for_ever_takes_no_memory():
     order = LeafOrder()
     chain(order, b"a", b"b")
     for _ in range(10_000):
-        order.use(b"b")
+        order.use([b"b"])
     assert len(order._heaps[b""]) < 200
     assert drained(order) == [b"b", b"a"]
 
@@ -77,8 +77,8 @@ def test_touching_one_block_for_ever_takes_no_memory():
 def test_what_was_found_outlives_as_many_turnovers_of_what_came_once():
     order = LeafOrder()
     chain(order, b"found")
-    order.use(b"found")
-    order.use(b"found")
+    order.use([b"found"])
+    order.use([b"found"])
     for turnover in range(2):
         for i in range(4):
             chain(order, b"%d-%d" % (turnover, i))
@@ -91,7 +91,7 @@ def test_a_prefix_that_was_popular_once_does_not_stay_for_ever():
     order = LeafOrder()
     chain(order, b"popular")
     for _ in range(1000):
-        order.use(b"popular")
+        order.use([b"popular"])
     turnovers = 0
     while b"popular" in order._blocks:
         chain(order, b"%d" % turnovers)
@@ -162,7 +162,7 @@ def test_random_histories_evict_the_candidate_of_least_worth(history: list[tuple
         elif action == 1 and block_hash in worth:
             order.touch(block_hash)
         elif action == 4 and block_hash in worth:
-            order.use(block_hash)
+            order.use([block_hash])
             hits[block_hash] += 1
         elif action == 2 and block_hash in worth:
             (order.let_go if block_hash in held else order.hold)(block_hash)

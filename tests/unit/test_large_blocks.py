@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -117,6 +118,38 @@ def test_pinned_memory_passes_no_slot(stage: HostStage, pinned: str, memory: np.
     assert through == [block for block in THEIRS if block not in PINNED[pinned]]
 
 
+def test_copies_of_many_requests_do_not_mix(stage: HostStage, pool: torch.Tensor, memory: np.ndarray):
+    """Their copies are launched in the same streams."""
+    assert stage.pinned is not None
+    stage.pinned.pin(memory.ctypes.data, memory.nbytes)
+    content = pool.cpu().numpy().copy()
+    into, out = range(NUM_BLOCKS // 2), range(NUM_BLOCKS // 2, NUM_BLOCKS)
+
+    def fetch(block: int) -> bool:
+        return stage.groups[0].write([block], CopyIn(memory, [block], sums(memory, [block]))) == 1
+
+    def offer(block: int) -> bool:
+        return stage.groups[0].read([block], CopyOut(memory, [block])) == [sums(content, [block])]
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            assert all([*threads.map(fetch, into), *threads.map(offer, out)])
+    found = pool.cpu().numpy()
+    assert (found[into] == memory[into]).all() and (memory[out] == content[out]).all() and (found[out] == content[out]).all()
+    stage.pinned.unpin(memory.ctypes.data)
+
+
+@pytest.mark.usefixtures("pinned")
+def test_a_driver_without_batches_makes_a_copy_at_a_time(
+    stage: HostStage, pool: torch.Tensor, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+):
+    assert stage._large is not None
+    if (driver := stage._large._ring.driver) is not None:
+        monkeypatch.setattr(driver, "copy_batch", lambda *_: False)
+    assert stage.groups[0].write(MINE, CopyIn(memory, THEIRS, sums(memory, THEIRS))) == len(MINE)
+    assert (pool.cpu().numpy()[MINE] == memory[THEIRS]).all()
+
+
 def test_an_engine_that_fails_is_an_error(stage: HostStage, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch):
     assert stage.pinned is not None and stage._large is not None
     stage.pinned.pin(memory.ctypes.data, memory.nbytes)
@@ -135,7 +168,7 @@ def test_an_engine_that_fails_is_an_error(stage: HostStage, memory: np.ndarray, 
 
 def test_nothing_is_pinned_where_checksums_are_wrong(stage: HostStage, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch):
     assert stage._large is not None
-    monkeypatch.setattr(stage._large._direct, "checksums", lambda pool, blocks: [1] * len(blocks))
+    monkeypatch.setattr(stage._large._direct, "checksums", lambda pool, blocks: np.ones(len(blocks), np.int64))
     stage.check()
     assert stage.pinned is None and stage.groups[0].pinned is None
     assert stage.groups[0].write(MINE, CopyIn(memory, THEIRS, sums(memory, THEIRS))) == len(MINE)

@@ -126,6 +126,19 @@ def test_everything_is_let_go_where_the_store_wants_memory(
     assert extents(segment, driver) == [0, 1, 2]
 
 
+def test_it_says_when_there_is_more_than_it_may_pin_at_once(
+    owned: Segment, segment: StoreSegment, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(owned, *range(8))
+    with monkeypatch.context() as short:
+        short.setattr(segment_pins, "BUSY_S", 0.0)
+        assert segment.map_granted(lambda: False)
+        assert not segment.map_granted(lambda: True), "nobody wants it to go on"
+        assert extents(segment, driver) == []
+    assert not segment.map_granted(lambda: False)
+    assert extents(segment, driver) == [0, 1]
+
+
 def test_each_time_it_waits_longer(owned: Segment, segment: StoreSegment) -> None:
     pins = segment._pins
     assert pins is not None
