@@ -22,6 +22,8 @@ COPIES = ("pull", "prefix")
 SHARED = "shared prefix"
 MAX_PEERS = 8
 """Kvstores and draft workers of one attempt that are remembered."""
+DRAFTED = "drafted"
+"""Why tokens are computed again although a hand-off brought their KV: a head that drafts needs hidden states of some."""
 MOVED = "moved"
 """Why tokens are computed again where no hand-off failed: the request was continued from another worker."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-from common.engine.timeline import MOVED
+from common.engine.timeline import DRAFTED, MOVED
 from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.protocol.kv_messages import KvTraffic
 from common.runtime.metrics import Metrics
@@ -51,7 +51,7 @@ class KvCounts:
         )
         for outcome in ("ok", TransportUnavailable.code, StaleHandle.code):
             self._handoffs.labels(outcome)
-        for reason in (PREEMPTED, MOVED):
+        for reason in (PREEMPTED, MOVED, DRAFTED):
             self._recomputed.labels(reason)
         self._by_tier: dict[Tier, int] = dict.fromkeys(get_args(Tier), 0)
         for tier in self._by_tier:
@@ -87,8 +87,8 @@ class KvCounts:
         self._handoffs.labels(code).inc()
 
     def recomputed(self, num_tokens: int, reason: str) -> None:
-        """Tokens were computed again. `reason`: `moved` (the request was continued from another worker), `preempted`, or
-        the code with which a hand-off failed."""
+        """Tokens were computed again. `reason`: `moved` (the request was continued from another worker), `preempted`, `drafted`
+        (a head needs their hidden states), or the code with which a hand-off failed."""
         self._recomputed.labels(reason).inc(num_tokens)
         self._num_recomputed += num_tokens
 

@@ -17,6 +17,7 @@ import anyio.lowlevel
 from common.cache.spec import group_name
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
+from common.engine.timeline import DRAFTED
 from common.protocol.errors import Cancelled, PenstockError, ProtocolError, StaleHandle
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from common.protocol.messages import Presence, ReleaseLease, RenewLeases
@@ -85,6 +86,8 @@ class KvReader:
             self._pulling.pop(handle.lease, None)
             self._transfers.pop(sequence, None)
             worker.scheduler.end_copy(sequence, num_computed)
+            if not code and sequence.timeline is not None and sequence.num_computed < num_computed:
+                sequence.timeline.reason = DRAFTED
             worker.wake()
             facts = (("admission_us", round(1e6 * (began_at - heard_at))), *_slowest(transfers))
             worker.traces.copied(  # in this turn: a step that ends would count what was copied as computed

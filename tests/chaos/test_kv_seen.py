@@ -99,6 +99,19 @@ def test_what_is_handed_off_is_received_or_was_there(tmp_path: Path, windows: tu
     play(tmp_path, story, windows)
 
 
+def test_what_a_head_wants_computed_again_is_told_apart(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        (decode,) = actors(world, DecodeActor)
+        decode.scheduler._again = lambda sequence: 20
+        world.submit(prompt(61), max_tokens=8)
+        await world.all_ended()
+        said = traffic(world, DecodeActor)
+        assert (said.received_tokens, said.recomputed_tokens) == (61, 19), "the first token of the answer has no KV yet"
+        assert value(decode, "penstock_kv_recomputed_tokens_total", reason="drafted") == 19
+
+    play(tmp_path, story, ())
+
+
 @pytest.mark.parametrize("windows", [(), WINDOWS[0]])
 @pytest.mark.parametrize("error", [StaleHandle("reused"), TransportUnavailable("no way")])
 def test_a_hand_off_that_brings_nothing_shows_as_recomputed(tmp_path: Path, windows: tuple[Any, ...], error: Any) -> None:

@@ -31,7 +31,7 @@ from common.models.head_weights import HeadTensors, load_head
 from common.models.source import ModelFiles
 from common.ops.sampling.board_layout import LINES
 from common.protocol.messages import SamplingParams
-from services.decode.device_head import DeviceHeadDrafts
+from services.decode.device_head import CONTEXT_TOKENS, DeviceHeadDrafts
 from services.decode.proposers import Proposers
 from services.decode.speculation import DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
@@ -167,6 +167,7 @@ class Drafting(World):
         self.proposers = Proposers(DraftBook(policy, vocab_size=VOCAB), device_head=DeviceHeadDrafts(policy, HeadSlots()))
         scheduler, proposers = self.scheduler, self.proposers
         scheduler.begin_step, scheduler.room_for, scheduler.wanted = proposers.begin_step, proposers.room_for, proposers.wanted
+        scheduler._again = proposers.again
 
     def step(self) -> bool:
         known = len(self.progress)
@@ -266,6 +267,27 @@ def test_preempted_texts_and_steps_that_fail(files: ModelFiles, tmp_path: Path) 
     assert world.scheduler.num_preemptions > 0
     assert [one.output for one in running] == [list(range(one.tokens[11] + 1, one.tokens[11] + 41)) for one in running]
     assert world.proposers.by_source["head"].num_accepted_tokens > 20
+
+
+def test_the_head_knows_the_end_of_a_prompt_that_was_computed_elsewhere(files: ModelFiles, tmp_path: Path) -> None:
+    """The KV is copied here, and hidden states don't travel: the last tokens are computed once more."""
+    runner = counting(files, tmp_path / "head")
+    world = Drafting(runner)
+    one = sequence_of(1, SamplingParams(temperature=0.0, max_tokens=30), 100, symbols=60)
+    world.scheduler.admit(one)
+    world.scheduler.begin_copy(one)
+    runner.execute(StepPlan(0, [StepRow(one.tokens[:99], 0, one.blocks, 0, one.sampling, 100)]))
+    world.proposers.open(one)
+    world.scheduler.end_copy(one, 99)
+    assert world.step()
+    assert runner._head is not None
+    context = runner._head._contexts._contexts[one.board - BOARD_SLOTS]
+    assert (context.serial, context.base) == (one.serial, 100 - CONTEXT_TOKENS)
+    while world.step():
+        pass
+    assert one.output == list(range(one.tokens[99] + 1, one.tokens[99] + 31))
+    counters = world.proposers.by_source["head"]
+    assert counters.num_accepted_tokens == counters.num_draft_tokens > 20
 
 
 def test_more_sequences_than_slots_take_what_there_is(

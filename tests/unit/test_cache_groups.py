@@ -217,7 +217,7 @@ def test_a_copy_fills_a_windows_tail_and_what_fails_is_computed(copied: int) -> 
     theirs = sequence("a", PROMPT)
     prefill.admit(theirs, 0.0)
     Pipeline(source, prefill).run()
-    decode = DecodeScheduler(bench.cache, token_budget=16, max_running=4, max_context=MAX_CONTEXT)
+    decode = DecodeScheduler(bench.cache, token_budget=16, max_running=4, max_context=MAX_CONTEXT, again=lambda one: 30)
     mine = sequence("a", [*PROMPT, *theirs.tokens[len(PROMPT) :]], max_tokens=20)
     decode.admit(mine)
     decode.begin_copy(mine)
@@ -227,6 +227,7 @@ def test_a_copy_fills_a_windows_tail_and_what_fails_is_computed(copied: int) -> 
         for index in held(other):
             into[ours[index]] = out[other[index]]
     decode.end_copy(mine, copied)
+    assert mine.num_computed == copied, "nothing again: what those tokens read in the window was not copied"
     Pipeline(bench, decode).run()
     assert mine.num_outputs == 20
     assert mine.tokens[60:81] == bench.runner.expected_tokens(PROMPT, mine.sampling, 21)

@@ -367,6 +367,41 @@ def copied(bench: Bench, scheduler: DecodeScheduler, name: str, prompt: list[int
     return s
 
 
+@pytest.mark.parametrize(("prompt", "wanted", "start"), [(40, 16, 24), (40, 0, 39), (40, 1, 39), (12, 16, 0)])
+def test_some_of_what_was_copied_is_computed_again(prompt: int, wanted: int, start: int) -> None:
+    """Where a head wants hidden states of it."""
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    scheduler._again = lambda sequence: wanted
+    s = copied(bench, scheduler, "a", list(range(3, 3 + prompt)), prompt - 1)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    (row,) = plan.rows
+    assert (row.start, len(row.tokens), row.num_samples) == (start, prompt - start, 1)
+    scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+    run(bench, scheduler)
+    assert s.finish is not None and bench.all_given_back()
+
+
+def test_blocks_that_others_may_have_are_not_computed_again() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    prompt = list(range(3, 43))
+    first = sequence("a", prompt, max_tokens=2)
+    scheduler.admit(first)
+    run(bench, scheduler)
+    scheduler._again = lambda sequence: 30
+    again = sequence("b", [*prompt, *range(50, 58)])
+    scheduler.admit(again)
+    shared = again.num_computed
+    assert shared >= 32
+    scheduler.begin_copy(again)
+    scheduler.end_copy(again, 47)
+    assert again.num_computed == shared
+    run(bench, scheduler)
+    assert bench.all_given_back()
+
+
 @pytest.mark.parametrize(
     "how", ["stepped", "published", "published in a step", "cancelled", "cancelled in a step", "preempted"]
 )

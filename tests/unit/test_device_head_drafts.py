@@ -11,7 +11,7 @@ import pytest
 from common.engine.board import BOARD_SLOTS, HEAD_SLOTS, HeadSlots
 from common.engine.plan import UNKNOWN, DraftPass, Taken
 from common.ops.sampling.board_layout import LINE_TOKENS
-from services.decode.device_head import DeviceHeadDrafts
+from services.decode.device_head import CONTEXT_TOKENS, DeviceHeadDrafts
 from services.decode.proposers import Proposers
 from services.decode.scheduler import Progress
 from services.decode.speculation import DraftBook
@@ -135,6 +135,28 @@ def test_another_attempt_at_a_request_gives_the_slot_of_the_one_before_back() ->
         s = sequence("same", [1, 2, 3])
         head.open(s)
         assert s.board >= BOARD_SLOTS
+
+
+def test_states_are_computed_of_texts_that_are_drafted_for() -> None:
+    """Whose prompt was computed elsewhere."""
+    policy = SpeculationPolicy(max_tokens=4, max_step_tokens=256, costs=flat_costs())
+    head = DeviceHeadDrafts(policy, HeadSlots())
+    assert not Proposers(DraftBook(policy, vocab_size=VOCAB)).again(sequence("none", [1, 2, 3], max_tokens=100))
+    texts = {
+        "drafted": sequence("a", [1, 2, 3], max_tokens=100),
+        "short": sequence("b", [1, 2, 3], max_tokens=10),
+        "penalties": sequence("c", [1, 2, 3], max_tokens=100, presence_penalty=1.0),
+    }
+    for text in texts.values():
+        head.open(text)
+    head._pays = False
+    resting = sequence("d", [1, 2, 3], max_tokens=100)
+    head.open(resting)
+    stranger = sequence("e", [1, 2, 3], max_tokens=100)
+    again = [head.again(text) for text in (*texts.values(), resting, stranger)]
+    assert again == [CONTEXT_TOKENS, 0, 0, 0, 0]
+    proposers = Proposers(DraftBook(policy, vocab_size=VOCAB), device_head=head)
+    assert proposers.again(texts["drafted"]) == CONTEXT_TOKENS
 
 
 def test_who_copies_is_not_drafted_for_and_nobody_in_a_crowd() -> None:
