@@ -104,9 +104,21 @@ class LeafOrder:
         self._clock.orders.remove(self)
         self._clock.weigh()
 
-    def add(self, block_hash: bytes, parent: bytes, owner: bytes = b"", *, hits: int = 0, worth: float | None = None) -> None:
-        """A new block after `parent` (empty: the first of a chain, or unknown). hits, worth: of a run before."""
+    def add(
+        self,
+        block_hash: bytes,
+        parent: bytes,
+        owner: bytes = b"",
+        *,
+        hits: int = 0,
+        worth: float | None = None,
+        held: bool = False,
+    ) -> None:
+        """A new block after `parent` (empty: the first of a chain, or unknown). hits, worth: of a run before. held: as by
+        `hold`."""
         assert block_hash not in self._blocks
+        if held:
+            self.hold(block_hash)
         block = self._blocks[block_hash] = _Block(parent, owner, hits)
         self._children[parent] = self._children.get(parent, 0) + 1
         self.num_by_owner[owner] = self.num_by_owner.get(owner, 0) + 1
@@ -134,25 +146,25 @@ class LeafOrder:
 
     def use(self, block_hashes: Iterable[bytes]) -> None:
         """A request found these blocks; the last of them is the one used last."""
-        self._touch(block_hashes, hits=1)
-
-    def touch(self, block_hash: bytes) -> None:
-        """The block is now the one used last."""
-        self._touch((block_hash,), hits=0)
-
-    def _touch(self, block_hashes: Iterable[bytes], hits: int) -> None:
-        """A request waits meanwhile, for hundreds of blocks."""
-        level, cost, numbers, owners = self._clock.level, self.cost, self._clock.numbers, set[bytes]()
-        for block_hash in block_hashes:
-            block = self._blocks[block_hash]
-            block.hits = min(block.hits + hits, MAX_HITS)
-            block.worth = level + (1 + min(block.hits, _MOST_HITS)) * cost
-            block.number = next(numbers)
-            owners.add(block.owner)
-            self._offer(block_hash)
+        owners = {self._value(block_hash, hits=1).owner for block_hash in block_hashes}
         if self._owners is not None:
             for owner in owners:
                 self._owners.use(owner)
+
+    def touch(self, block_hash: bytes) -> None:
+        """The block is now the one used last."""
+        block = self._value(block_hash, hits=0)
+        if self._owners is not None:
+            self._owners.use(block.owner)
+
+    def _value(self, block_hash: bytes, hits: int) -> _Block:
+        """Give a block its worth now."""
+        block = self._blocks[block_hash]
+        block.hits = min(block.hits + hits, MAX_HITS)
+        block.worth = self._clock.level + (1 + min(block.hits, _MOST_HITS)) * self.cost
+        block.number = next(self._clock.numbers)
+        self._offer(block_hash)
+        return block
 
     def hold(self, block_hash: bytes) -> None:
         """Not to be evicted until as many `let_go`."""

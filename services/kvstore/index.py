@@ -161,8 +161,7 @@ class BlockIndex:
                 break
             self._slots[slot] = _Slot(block_hash)
             self._by_hash[block_hash] = slot
-            self.order.add(block_hash, hashes[i - 1] if i else b"", owner)
-            self.order.hold(block_hash)
+            self.order.add(block_hash, hashes[i - 1] if i else b"", owner, held=True)
             self._num_writing += 1
             granted.append((i, slot))
             if enough():

@@ -58,15 +58,18 @@ def put(arenas: Arenas, made: Growth, model: str, chain: list[bytes]) -> Arena:
     return arena
 
 
-async def settled() -> None:
-    for _ in range(20):
+async def settled(arenas: Arenas) -> None:
+    """Wait until no thread takes memory, and some time more."""
+    idle = 0
+    while idle < 20:
         await anyio.sleep(0.005)
+        idle = 0 if any(arena.index.num_growing for arena in arenas.values()) else idle + 1
 
 
 async def test_memory_is_there_before_it_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with growing(folder) as (arenas, made):
         arena = put(arenas, made, "m", CHAIN[:2])
-        await settled()
+        await settled(arenas)
         assert (arena.index.num_spare, arena.memory_bytes) == (6, 8 * BLOCK)
         assert arena.segment.memory_bytes == arena._table_bytes + 8 * BLOCK, "and really is"
         monkeypatch.setattr(Segment, "back", lambda *_: pytest.fail("memory was taken for a question"))
@@ -76,18 +79,18 @@ async def test_memory_is_there_before_it_is_needed(folder: Path, monkeypatch: py
 async def test_it_stops_at_the_capacity_and_what_others_need_they_get(folder: Path) -> None:
     async with growing(folder) as (arenas, made):
         first = put(arenas, made, "m", CHAIN[:12])
-        await settled()
+        await settled(arenas)
         assert (first.index.num_spare, arenas.free_bytes) == (4, 0)
         second = put(arenas, made, "n", CHAIN[:4])
         assert (second.index.num_readable, first.index.num_readable, first.index.num_spare) == (4, 12, 0)
-        await settled()
+        await settled(arenas)
         assert arenas.memory_bytes == CAPACITY
 
 
 async def test_a_small_store_takes_none(folder: Path) -> None:
     async with growing(folder, CAPACITY - BLOCK) as (arenas, made):
         arena = put(arenas, made, "m", CHAIN[:2])
-        await settled()
+        await settled(arenas)
         assert arena.index.num_spare == 0
 
 
@@ -103,7 +106,7 @@ async def test_where_there_is_no_memory_it_goes_on_with_what_it_has(folder: Path
     monkeypatch.setattr(Segment, "fill", failing)
     async with growing(folder) as (arenas, made):
         arena = put(arenas, made, "m", CHAIN[:2])
-        await settled()
+        await settled(arenas)
         assert (len(calls), arena.index.num_spare, arena.memory_bytes) == (3, 2, 4 * BLOCK)
         assert arenas.free_bytes == 0, "for a while"
         assert len(arena.reserve(CHAIN[:4])) == 2
@@ -114,7 +117,7 @@ async def test_an_arena_that_is_dropped_is_let_go(folder: Path) -> None:
         arena = put(arenas, made, "m", CHAIN[:2])
         arenas.tidy(1e9, 1.0)
         assert arena.fingerprint not in arenas
-        await settled()
+        await settled(arenas)
         assert arenas.memory_bytes == 0
 
 

@@ -33,6 +33,7 @@ from common.transfer.shm import ShmTransport
 from common.worker.actor import EngineWorker
 from services.decode.actor import DecodeActor
 from services.decode.config import DecodeConfig
+from services.decode.scheduler import DecodeScheduler
 from services.draft.actor import DraftActor
 from services.draft.config import DraftConfig
 from services.gateway.actor import GatewayActor
@@ -97,11 +98,13 @@ class World:
         keeps: Retention = KEEP_ALL,
         objective_ms: float = 0.0,
         staged: bool = False,
+        again: int = 0,
     ) -> None:
         """`keeps`: what the first cache group keeps. `windows`: what the others keep, and how many blocks each has.
         `objective_ms`: for first tokens, and for the time between tokens; 0: none. `staged`: KV passes through a stage on its
-        way to kvstores and back, as that of GPUs does."""
-        self.staged = staged
+        way to kvstores and back, as that of GPUs does. `again`: so many of the last tokens whose KV a decode worker has copied
+        are computed again, as for a head on a GPU."""
+        self.staged, self.again = staged, again
         self.objective_ms = objective_ms
         self.windows = windows
         self.keeps = keeps
@@ -159,11 +162,23 @@ class World:
                     slo_itl_ms=self.objective_ms,
                 )
                 transport = ShmTransport(str(self.shm_dir))
-                return DecodeActor(bus=bus, config=config, open_engine=self._open_engine, transport=transport, clock=clock)
+                made = DecodeActor(bus=bus, config=config, open_engine=self._open_engine, transport=transport, clock=clock)
+                return self._wanting_states(made)
             case "draft":
                 return DraftActor(bus=bus, config=DraftConfig(**shared), clock=clock)
             case "kvstore":
                 return KvstoreActor(bus=bus, config=KvstoreConfig(**shared, capacity_mb=1), clock=clock)
+
+    def _wanting_states(self, worker: DecodeActor) -> DecodeActor:
+        make_scheduler = worker.make_scheduler
+
+        def made() -> DecodeScheduler:
+            scheduler = make_scheduler()
+            scheduler._again = lambda sequence: self.again
+            return scheduler
+
+        worker.make_scheduler = made
+        return worker
 
     def _open_engine(self, segment_name: str, on_progress: Callable[[int, int], None]) -> Engine:
         def memory(group: int, num_blocks: int, retention: Retention) -> GroupMemory:
