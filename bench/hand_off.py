@@ -9,7 +9,8 @@
                                 leaves while the next are computed; a shorter one is handed off as a whole
     decode alone                the decode worker computes prompts as well
     decode, kvstore             likewise, with room for few prompts: each prompt is asked for, driven out by others, and asked
-                                for again with another ending, so that its beginning comes from the kvstore
+                                for again with another ending, so that its beginning comes from the kvstore. A pause of
+                                --pause-s comes before that, in which the others' KV is written to the kvstore
 
 One greedy request at a time, each with another random prompt, the same in each arrangement. Times are milliseconds, medians
 (slowest, fastest): the client's, over HTTP, and those of `GET /v1/explain`. Answers are compared with those of the first
@@ -92,7 +93,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8, help="prompts of each arrangement; two more come before them")
     parser.add_argument("--vocab", type=int, default=30000, help="tokens of prompts are below it")
     parser.add_argument("--kv-prompts", type=float, default=3.0, help="prompts that the KV of `decode, kvstore` has room for")
-    parser.add_argument("--pause-s", type=float, default=SETTLE_S, help="0: KV of others goes to the kvstore meanwhile")
+    parser.add_argument("--pause-s", type=float, default=SETTLE_S, help="0: the kvstore is written to meanwhile")
     parser.add_argument("--token-kb", type=float, default=128.0, help="KV of a token")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--only", default="", help="a part of the names of arrangements to run")

@@ -25,6 +25,8 @@ class SequenceCache:
         self.keeps_all = all(group.retention.keeps_all for group in pool.groups)
         self._only = pool.groups[0].pool if self.keeps_all and len(pool.groups) == 1 else None
         self._reserved = [0] * len(pool.groups)
+        self._recomputing = set[Sequence]()
+        """Open sequences that recompute KV which was copied for them (`copied`)."""
 
     def longest(self, *, spare: int) -> int:
         """Return the tokens of the longest sequence that the pools hold, beside `spare` blocks that are kept free."""
@@ -188,8 +190,16 @@ class SequenceCache:
             sequence, [self._lacking(table, first, num_tokens) for table, first in zip(sequence.tables, firsts, strict=True)]
         )
 
-    def copied(self, sequence: Sequence, num_tokens: int) -> None:
-        """KV of the first `num_tokens` tokens is there, if not more of it was there before; no step is in flight."""
+    def copied(self, sequence: Sequence, num_tokens: int, *, recompute: int = 0) -> None:
+        """KV of the first `num_tokens` tokens is there, if not more of it was there before; no step is in flight.
+
+        recompute: how many of the sequence's last tokens are computed all the same, in blocks that no other sequence has yet.
+        It does not take over these blocks from others meanwhile. Ignored where a group keeps a window or a chunk: what those
+        tokens read was not copied.
+        """
+        if recompute and self.keeps_all and num_tokens > (begin := len(sequence.tokens) - recompute):
+            num_tokens = begin
+            self._recomputing.add(sequence)
         sequence.computed(max(sequence.num_computed, num_tokens))
         end = self.blocks_for(sequence.num_computed)
         for index, (group, table) in enumerate(zip(self.pool.groups, sequence.tables, strict=True)):
@@ -218,6 +228,7 @@ class SequenceCache:
         if reserved:
             self.pool.release(tables)
             self._reserved = [total - mine for total, mine in zip(self._reserved, reserved, strict=True)]
+        self._recomputing.discard(sequence)
         sequence.num_computed = sequence.num_planned = sequence.num_published = 0
         sequence.total = None
 
@@ -226,6 +237,7 @@ class SequenceCache:
         self.pool.check()
         for group, reserved in zip(self.pool.groups, self._reserved, strict=True):
             assert 0 <= reserved <= group.pool.num_blocks, "more blocks are reserved than there are"
+        assert all(sequence.blocks for sequence in self._recomputing), "a sequence without blocks recomputes KV"
 
     def _take_back(self, arrived: Arrived, begin: int, end: int) -> list[dict[int, int]]:
         """Return, for each group, the blocks at [begin, end) of its table that are the sequence's from now on."""
@@ -240,7 +252,7 @@ class SequenceCache:
         return self.hash(sequence, len(sequence.tokens) - 1)[sequence.num_planned // self.block_tokens :]
 
     def _shares(self, sequence: Sequence) -> bool:
-        return self.pool.keeps_content and not sequence.needs_every_state
+        return self.pool.keeps_content and not sequence.needs_every_state and sequence not in self._recomputing
 
     def _reservation(self, num_tokens: int) -> list[int]:
         """Return the blocks to reserve in each group; 0 where they are taken at once.

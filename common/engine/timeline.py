@@ -23,7 +23,7 @@ SHARED = "shared prefix"
 MAX_PEERS = 8
 """Kvstores and draft workers of one attempt that are remembered."""
 DRAFTED = "drafted"
-"""Why tokens are computed again although a hand-off brought their KV: a head that drafts needs hidden states of some."""
+"""The reason of tokens that are recomputed although a hand-off brought their KV: a head reads their hidden states."""
 MOVED = "moved"
 """Why tokens are computed again where no hand-off failed: the request was continued from another worker."""
 
@@ -121,7 +121,8 @@ class Timeline:
         self.num_steps += 1
         self.started_at = self.started_at or began_at
         if not self.first_token_at:
-            name = "first step" if generated and computed <= generated else "chunk"  # of several tokens: proposals held
+            # several tokens: proposals held, or the end of the prompt was recomputed for a head
+            name = "first step" if generated and (computed <= generated or self.reason == DRAFTED) else "chunk"
             self.note(Event(name, began_at, now, num_tokens=computed))
             if generated:
                 self.first_token_at = now

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 PART_BYTES = 32 << 20
-"""Copied in 0.6 ms where a link is fast, and then checked in half of that. Shorter ones leave programs without work."""
+"""Copied in 0.6 ms where a link is fast, and then checked in half of that. Shorter parts leave programs idle."""
 PROGRAMS = 32  # they check faster than a link copies; the other multiprocessors belong to the step that runs meanwhile
 
 
@@ -32,7 +32,7 @@ class DirectCopies:
 
     def __init__(self, ring: StageRing, streams: Mapping[Operation, Sequence[torch.cuda.Stream]]) -> None:
         self._ring, self._streams = ring, streams
-        self._turns: dict[Operation, threading.Lock] = {"read": threading.Lock(), "write": threading.Lock()}
+        self._launch_locks: dict[Operation, threading.Lock] = {"read": threading.Lock(), "write": threading.Lock()}
 
     def copy(
         self, pool: torch.Tensor, blocks: NDArray[np.int64], addresses: NDArray[np.int64], operation: Operation
@@ -66,10 +66,10 @@ class DirectCopies:
         copying, checking = self._streams[operation] or (None, None)
         size = max(4, PART_BYTES // block_bytes // 4 * 4)  # a kernel is compiled anew for arrays that begin elsewhere
         parts = [slice(start, start + size) for start in range(0, len(blocks), size)]
-        with ended((copying, checking), self._turns[operation]), torch.inference_mode(), torch.cuda.stream(checking):
-            copied: list[torch.cuda.Event] = []
+        with ended((copying, checking), self._launch_locks[operation]), torch.inference_mode(), torch.cuda.stream(checking):
+            copied: list[torch.cuda.Event] = []  # of each part
             if places is not None:
-                copied = self._launch(*places, parts, block_bytes, copying)
+                copied = self._launch_copies(*places, parts, block_bytes, copying)
             ids = torch.from_numpy(blocks)
             ids = ids.pin_memory().to(pool.device, non_blocking=True) if on_gpu else ids
             found = torch.empty(len(blocks), dtype=torch.int32, device=pool.device)
@@ -81,7 +81,7 @@ class DirectCopies:
             sums.copy_(found, non_blocking=True)
         return sums.numpy().astype(np.int64) & 0xFFFFFFFF
 
-    def _launch(
+    def _launch_copies(
         self,
         targets: NDArray[np.int64],
         sources: NDArray[np.int64],
@@ -89,7 +89,7 @@ class DirectCopies:
         block_bytes: int,
         stream: torch.cuda.Stream | None,
     ) -> list[torch.cuda.Event]:
-        """Launch copies; return an event for each part, on a GPU."""
+        """Launch the copies of all parts; return an event for the end of each, none on a CPU."""
         import torch
 
         ends: list[torch.cuda.Event] = []

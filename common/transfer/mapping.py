@@ -23,8 +23,9 @@ from common.runtime import logs
 log = logs.get("transfer")
 
 EVERY_S = 0.25
+"""Seconds between two looks at what was granted."""
 SOON_S = 0.01
-"""Between two looks where the first had more to do than it may at once."""
+"""Seconds until the next look where the last one stopped early, with more memory to pin."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, Linux 5.14 and later
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -33,7 +34,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 class Mapped(Protocol):
     def map_granted(self, stopped: Callable[[], bool]) -> bool:
-        """Map what was granted since the last call, as long as it is not `stopped`; return whether there is more to do."""
+        """Map what was granted since the last call, until it is `stopped`; return whether it stopped with more to do."""
         ...
 
     def let_go(self) -> None:

@@ -53,8 +53,8 @@ class SegmentPins:
         self._candidates.update(range(blocks.start // self._size, -(-blocks.stop // self._size)))
 
     def update(self, stopped: Callable[[], bool]) -> bool:
-        """Pin what has all its memory; let go of everything where the store wants some. Return whether there is more to pin
-        than one call may. :raises OSError: see `map_written`."""
+        """Pin what has all its memory; let go of everything where the store wants some. Return whether it
+        stopped early, with more to pin. :raises OSError: see `map_written`."""
         now, wanted = time.monotonic(), self._read_wanted()
         if wanted != self._wanted:
             self._wanted = wanted

@@ -42,9 +42,12 @@ class Handles:
 
 
 @contextmanager
-def ended(streams: Sequence[torch.cuda.Stream | None], turns: AbstractContextManager[object] | None = None) -> Iterator[None]:
-    """What is launched inside in these streams has ended when this has, also if an error is raised. `turns`: held while it is
-    launched, and not while it is waited for, so that what others launch there later is not waited for.
+def ended(
+    streams: Sequence[torch.cuda.Stream | None], launch_lock: AbstractContextManager[object] | None = None
+) -> Iterator[None]:
+    """Wait at the end for everything that was launched inside in these streams, also if an error is raised.
+
+    launch_lock: held inside, and released before the wait. Threads that share streams then wait for their own launches only.
 
     :raises TransportUnavailable: the GPU failed.
     """
@@ -53,7 +56,7 @@ def ended(streams: Sequence[torch.cuda.Stream | None], turns: AbstractContextMan
     ends: list[torch.cuda.Event] = []
     try:
         try:
-            with turns or nullcontext():
+            with launch_lock or nullcontext():
                 try:
                     yield
                 finally:

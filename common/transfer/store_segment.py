@@ -109,7 +109,7 @@ class StoreSegment:
 
     def map_granted(self, stopped: Callable[[], bool]) -> bool:
         """Map the memory of blocks that were granted since the last call, if they have some, so that copying them does not;
-        have it pinned, or let it go (`segment_pins`). Return whether more could be pinned now.
+        have it pinned, or let it go (`segment_pins`). Return whether that stopped early, with more to pin.
 
         Returns early when it is `stopped`. Call it in one thread.
 
@@ -212,8 +212,8 @@ class StoreSegment:
 
         :raises StaleHandle: it takes it just now. :raises TransportUnavailable: the file was cut, or can't be opened anew.
         """
-        header = self._header
-        ranges = [(self._offset(block), count * header.block_bytes) for block, count in _stretches(blocks)]
+        header, ordered = self._header, sorted(set(blocks))
+        ranges = [(self._offset(block), count * header.block_bytes) for block, _, count in runs(ordered, ordered)]
         try:
             with lock_to_copy(self._fd, ranges):
                 if os.fstat(self._fd).st_size < header.file_bytes:
@@ -253,10 +253,3 @@ class StoreSegment:
         if len(found) <= last - first:
             raise TransportUnavailable(f"{self.path} is shorter than its header says")
         return found[np.array(blocks, np.int64) - first].tolist()
-
-
-def _stretches(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the number of blocks of each stretch without a gap, in their order; each block counts once."""
-    ordered = np.unique(np.array(blocks, np.int64))
-    begins = np.flatnonzero(np.diff(ordered, prepend=-2) != 1)
-    return list(zip(ordered[begins].tolist(), np.diff(begins, append=len(ordered)).tolist(), strict=True))

@@ -120,7 +120,7 @@ class DecodeActor(EngineWorker):
             wanted=self.proposers.wanted,
             finishing=lambda sequence: self.prefixes.offer_soon(sequence),
             resumed=self.traces.resumed,
-            again=self.proposers.again,
+            recompute=self.proposers.recompute,
             foresee=self.proposers.foresee,
             room_for=self.proposers.room_for,
         )

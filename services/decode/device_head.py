@@ -50,10 +50,9 @@ _TRIALS_SHARE = 0.01
 _PICKED_STEPS = 8
 """For which a depth is kept, if as many rows are decoded."""
 CONTEXT_TOKENS = 64
-"""That a head sees before an answer whose prompt was computed elsewhere. With SmolLM2's own, 60 % of first tokens held behind
-64 as behind whole prompts of 65, 56 behind 32, 55 behind 16, and 50 behind one (docs/performance.md)."""
-_WORTH_CONTEXT = 16
-"""Tokens of an answer from which on these are computed."""
+"""Tokens at the end of a prompt that was computed elsewhere which are recomputed for their hidden states (decision 0102)."""
+_MIN_OUTPUT_TOKENS = 16
+"""Fewest output tokens left for which recomputing them pays."""
 _NOBODY = -1
 
 
@@ -120,13 +119,13 @@ class DeviceHeadDrafts:
             text = self._texts[sequence.request] = _Text(sequence, len(sequence.tokens))
             text.wanted = self._depth if self._pays else 0  # behind a prompt that is computed here
 
-    def again(self, sequence: Sequence) -> int:
-        """Return how many of the last tokens of a text are worth computing although their KV was copied here: the head needs
-        hidden states, which don't travel, and a step takes hardly longer for so few."""
+    def recompute(self, sequence: Sequence) -> int:
+        """Return how many of the sequence's last tokens to compute although their KV was copied here; 0: none. The head reads
+        hidden states, which a hand-off does not carry."""
         text = self._texts.get(sequence.request)
         left = sequence.sampling.max_tokens - sequence.num_outputs
         is_drafted = text is not None and text.wanted > 0 and sequence.may_be_open
-        return CONTEXT_TOKENS if is_drafted and left >= _WORTH_CONTEXT else 0
+        return CONTEXT_TOKENS if is_drafted and left >= _MIN_OUTPUT_TOKENS else 0
 
     def close(self, sequence: Sequence) -> None:
         """Harmless twice."""

@@ -23,6 +23,8 @@ Wanted = Callable[[Sequence], tuple[int, float]]
 """`wanted(sequence)`: how many tokens the engine's head drafts behind the sequence's row of this step, and the chance below
 which it stops (`StepRow.least_chance`); -1 tokens where it need not even note hidden states."""
 
+Recompute = Callable[[Sequence], int]
+"""`recompute(sequence)`: how many of its last tokens are computed here although their KV was copied; 0: none."""
 PromptLimit = Callable[[int, int, float], int]
 """`prompt_limit(rows, budget, needed_per_s)`: how many prompt tokens a step computes beside so many decoding rows, `budget` at
 most. `needed_per_s`: prompt tokens a second that bring first tokens in time (`needed_rate`)."""

@@ -211,9 +211,9 @@ class Proposers:
         head = self.any_head
         return (-1, 0.0) if head is None else head.wanted(sequence)
 
-    def again(self, sequence: Sequence) -> int:
-        """See `DecodeScheduler`."""
-        return 0 if self.device_head is None else self.device_head.again(sequence)
+    def recompute(self, sequence: Sequence) -> int:
+        """See `hooks.Recompute`."""
+        return 0 if self.device_head is None else self.device_head.recompute(sequence)
 
     def room_for(self, sequence: Sequence, limit: int) -> Room:
         """At most `limit` tokens that the engine's step may choose and verify; see `hooks.RoomFor`."""

@@ -26,7 +26,7 @@ from common.engine.prompt_parts import PromptParts
 from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
-from services.decode.hooks import BeginStep, Foresee, PromptLimit, Propose, RoomFor, Wanted
+from services.decode.hooks import BeginStep, Foresee, PromptLimit, Propose, Recompute, RoomFor, Wanted
 from services.decode.prompt_budget import needed_rate
 
 
@@ -58,7 +58,7 @@ class DecodeScheduler:
     `token_budget`: tokens of prompts and proposals that a step computes at most, beside a token of each decoding row. So,
     but for a `prompt_limit`, prompts are parted at the same places whatever runs beside them.
     `watermark`: blocks kept free at admission. `finishing(sequence)` is called when a sequence has ended, before its blocks
-    are freed. `again(sequence)`: so many of its last tokens are computed here although their KV was copied.
+    are freed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DecodeScheduler:
         finishing: Callable[[Sequence], None] = lambda sequence: None,
         prompt_limit: PromptLimit = lambda rows, budget, needed_per_s: budget,
         resumed: Callable[[Sequence], None] = lambda sequence: None,
-        again: Callable[[Sequence], int] = lambda sequence: 0,
+        recompute: Recompute = lambda sequence: 0,
         watermark: int = 1,
     ) -> None:
         self.cache = cache
@@ -84,7 +84,7 @@ class DecodeScheduler:
         self.max_context = min(max_context, cache.longest(spare=watermark))
         self.begin_step, self.propose, self.foresee, self.room_for = begin_step, propose, foresee, room_for
         self.wanted, self.finishing, self.resumed, self.prompt_limit = wanted, finishing, resumed, prompt_limit
-        self._again = again
+        self.recompute = recompute
         self.watermark, self.num_preemptions = watermark, 0
         self._running: dict[Sequence, None] = {}
         self._copying: dict[Sequence, None] = {}
@@ -149,8 +149,7 @@ class DecodeScheduler:
         self._copying[sequence] = None
 
     def end_copy(self, sequence: Sequence, num_computed: int) -> None:
-        """The copy has ended; KV of the first `num_computed` tokens is there (what was there before stays). What is computed
-        `again` of it nobody has yet but the sequence.
+        """The copy has ended; KV of the first `num_computed` tokens is there (what was there before stays).
 
         Others find it after `publish`, or the first step: that does not wait for the hashes of a long prompt's many blocks.
         """
@@ -158,9 +157,7 @@ class DecodeScheduler:
         if sequence.cancelled:
             self.cache.close(sequence)
             return
-        if self.cache.keeps_all:  # else what those tokens read was not copied
-            num_computed = min(num_computed, len(sequence.tokens) - self._again(sequence))
-        self.cache.copied(sequence, num_computed)
+        self.cache.copied(sequence, num_computed, recompute=self.recompute(sequence))
         self._running[sequence] = None
 
     def publish(self, sequence: Sequence) -> None:

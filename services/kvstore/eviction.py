@@ -114,8 +114,8 @@ class LeafOrder:
         worth: float | None = None,
         held: bool = False,
     ) -> None:
-        """A new block after `parent` (empty: the first of a chain, or unknown). hits, worth: of a run before. held: as by
-        `hold`."""
+        """A new block after `parent` (empty: the first of a chain, or unknown). hits, worth: of a run before. held: whether
+        `hold` applies to it from the beginning."""
         assert block_hash not in self._blocks
         if held:
             self.hold(block_hash)
@@ -146,19 +146,19 @@ class LeafOrder:
 
     def use(self, block_hashes: Iterable[bytes]) -> None:
         """A request found these blocks; the last of them is the one used last."""
-        owners = {self._value(block_hash, hits=1).owner for block_hash in block_hashes}
+        owners = {self._update_worth(block_hash, hits=1).owner for block_hash in block_hashes}
         if self._owners is not None:
             for owner in owners:
                 self._owners.use(owner)
 
     def touch(self, block_hash: bytes) -> None:
         """The block is now the one used last."""
-        block = self._value(block_hash, hits=0)
+        block = self._update_worth(block_hash, hits=0)
         if self._owners is not None:
             self._owners.use(block.owner)
 
-    def _value(self, block_hash: bytes, hits: int) -> _Block:
-        """Give a block its worth now."""
+    def _update_worth(self, block_hash: bytes, hits: int) -> _Block:
+        """Compute a block's worth anew, as the one used last; return the block."""
         block = self._blocks[block_hash]
         block.hits = min(block.hits + hits, MAX_HITS)
         block.worth = self._clock.level + (1 + min(block.hits, _MOST_HITS)) * self.cost

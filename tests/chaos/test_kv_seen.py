@@ -102,12 +102,15 @@ def test_what_is_handed_off_is_received_or_was_there(tmp_path: Path, windows: tu
 def test_what_a_head_wants_computed_again_is_told_apart(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         (decode,) = actors(world, DecodeActor)
-        decode.scheduler._again = lambda sequence: 20
+        decode.scheduler.recompute = lambda sequence: 20
         world.submit(prompt(61), max_tokens=8)
         await world.all_ended()
         said = traffic(world, DecodeActor)
         assert (said.received_tokens, said.recomputed_tokens) == (61, 19), "the first token of the answer has no KV yet"
         assert value(decode, "penstock_kv_recomputed_tokens_total", reason="drafted") == 19
+        events = records(world, "request-1")["decode"].events
+        steps = [(event.name, event.num_tokens) for event in events if event.name in ("chunk", "first step")]
+        assert steps == [("chunk", 16), ("first step", 4)]
 
     play(tmp_path, story, ())
 

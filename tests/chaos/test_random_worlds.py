@@ -60,7 +60,7 @@ class RandomWorld(RuleBasedStateMachine):
         max_running=st.sampled_from([2, 8]),
         objective_ms=st.sampled_from([0.0, 0.01, 100.0]),
         staged=st.booleans(),
-        again=st.sampled_from([0, 0, 5, 20]),
+        recompute=st.sampled_from([0, 0, 5, 20]),
     )
     def begin(self, **settings: Any) -> None:
         async def act() -> None:

@@ -98,13 +98,13 @@ class World:
         keeps: Retention = KEEP_ALL,
         objective_ms: float = 0.0,
         staged: bool = False,
-        again: int = 0,
+        recompute: int = 0,
     ) -> None:
         """`keeps`: what the first cache group keeps. `windows`: what the others keep, and how many blocks each has.
         `objective_ms`: for first tokens, and for the time between tokens; 0: none. `staged`: KV passes through a stage on its
-        way to kvstores and back, as that of GPUs does. `again`: so many of the last tokens whose KV a decode worker has copied
-        are computed again, as for a head on a GPU."""
-        self.staged, self.again = staged, again
+        way to kvstores and back, as that of GPUs does. `recompute`: last tokens whose KV a decode worker has copied and
+        computes all the same, as for a head on a GPU."""
+        self.staged, self.recompute = staged, recompute
         self.objective_ms = objective_ms
         self.windows = windows
         self.keeps = keeps
@@ -174,7 +174,7 @@ class World:
 
         def made() -> DecodeScheduler:
             scheduler = make_scheduler()
-            scheduler._again = lambda sequence: self.again
+            scheduler.recompute = lambda sequence: self.recompute
             return scheduler
 
         worker.make_scheduler = made

@@ -167,7 +167,7 @@ class Drafting(World):
         self.proposers = Proposers(DraftBook(policy, vocab_size=VOCAB), device_head=DeviceHeadDrafts(policy, HeadSlots()))
         scheduler, proposers = self.scheduler, self.proposers
         scheduler.begin_step, scheduler.room_for, scheduler.wanted = proposers.begin_step, proposers.room_for, proposers.wanted
-        scheduler._again = proposers.again
+        scheduler.recompute = proposers.recompute
 
     def step(self) -> bool:
         known = len(self.progress)

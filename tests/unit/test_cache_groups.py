@@ -217,7 +217,7 @@ def test_a_copy_fills_a_windows_tail_and_what_fails_is_computed(copied: int) -> 
     theirs = sequence("a", PROMPT)
     prefill.admit(theirs, 0.0)
     Pipeline(source, prefill).run()
-    decode = DecodeScheduler(bench.cache, token_budget=16, max_running=4, max_context=MAX_CONTEXT, again=lambda one: 30)
+    decode = DecodeScheduler(bench.cache, token_budget=16, max_running=4, max_context=MAX_CONTEXT, recompute=lambda one: 30)
     mine = sequence("a", [*PROMPT, *theirs.tokens[len(PROMPT) :]], max_tokens=20)
     decode.admit(mine)
     decode.begin_copy(mine)

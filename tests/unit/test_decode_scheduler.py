@@ -372,7 +372,7 @@ def test_some_of_what_was_copied_is_computed_again(prompt: int, wanted: int, sta
     """Where a head wants hidden states of it."""
     bench = Bench()
     scheduler = scheduler_on(bench)
-    scheduler._again = lambda sequence: wanted
+    scheduler.recompute = lambda sequence: wanted
     s = copied(bench, scheduler, "a", list(range(3, 3 + prompt)), prompt - 1)
     plan = scheduler.plan(0.0)
     assert plan is not None
@@ -383,6 +383,23 @@ def test_some_of_what_was_copied_is_computed_again(prompt: int, wanted: int, sta
     assert s.finish is not None and bench.all_given_back()
 
 
+def test_what_is_recomputed_is_not_taken_over_from_another_sequence() -> None:
+    """Two samples of one prompt: each needs the hidden states of its end, and neither waits for the other."""
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    scheduler.recompute = lambda sequence: 8
+    prompt = list(range(3, 43))
+    both = [copied(bench, scheduler, name, prompt, 39) for name in "ab"]
+    for one in both:
+        one.num_cached = 0  # as the prefill worker said
+    step(bench, scheduler)
+    assert [(one.num_computed, one.num_outputs, one.num_cached) for one in both] == [(40, 1, 0)] * 2
+    late = copied(bench, scheduler, "c", prompt, 39)
+    assert late.num_computed >= 36, "it was in the cache when the sequence was admitted"
+    run(bench, scheduler)
+    assert bench.all_given_back()
+
+
 def test_blocks_that_others_may_have_are_not_computed_again() -> None:
     bench = Bench()
     scheduler = scheduler_on(bench)
@@ -390,7 +407,7 @@ def test_blocks_that_others_may_have_are_not_computed_again() -> None:
     first = sequence("a", prompt, max_tokens=2)
     scheduler.admit(first)
     run(bench, scheduler)
-    scheduler._again = lambda sequence: 30
+    scheduler.recompute = lambda sequence: 30
     again = sequence("b", [*prompt, *range(50, 58)])
     scheduler.admit(again)
     shared = again.num_computed

@@ -141,7 +141,7 @@ def test_states_are_computed_of_texts_that_are_drafted_for() -> None:
     """Whose prompt was computed elsewhere."""
     policy = SpeculationPolicy(max_tokens=4, max_step_tokens=256, costs=flat_costs())
     head = DeviceHeadDrafts(policy, HeadSlots())
-    assert not Proposers(DraftBook(policy, vocab_size=VOCAB)).again(sequence("none", [1, 2, 3], max_tokens=100))
+    assert not Proposers(DraftBook(policy, vocab_size=VOCAB)).recompute(sequence("none", [1, 2, 3], max_tokens=100))
     texts = {
         "drafted": sequence("a", [1, 2, 3], max_tokens=100),
         "short": sequence("b", [1, 2, 3], max_tokens=10),
@@ -153,10 +153,10 @@ def test_states_are_computed_of_texts_that_are_drafted_for() -> None:
     resting = sequence("d", [1, 2, 3], max_tokens=100)
     head.open(resting)
     stranger = sequence("e", [1, 2, 3], max_tokens=100)
-    again = [head.again(text) for text in (*texts.values(), resting, stranger)]
+    again = [head.recompute(text) for text in (*texts.values(), resting, stranger)]
     assert again == [CONTEXT_TOKENS, 0, 0, 0, 0]
     proposers = Proposers(DraftBook(policy, vocab_size=VOCAB), device_head=head)
-    assert proposers.again(texts["drafted"]) == CONTEXT_TOKENS
+    assert proposers.recompute(texts["drafted"]) == CONTEXT_TOKENS
 
 
 def test_who_copies_is_not_drafted_for_and_nobody_in_a_crowd() -> None:

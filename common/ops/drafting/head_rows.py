@@ -2,7 +2,7 @@
 
 prepare_rows(words, step, first, rows, board)   before the head's first pass: its inputs for every token of the step, and which
                                                 token of each row was the last one that holds
-advance_drafts(drafted, rows, board)              behind each pass: the drafted token goes on the board, and into the next pass
+advance_drafts(drafted, rows, board)            behind each pass: the drafted token goes on the board, and into the next pass
 """
 
 from __future__ import annotations
