@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from common.ops.madvise import madvise
 from common.runtime import logs
 
 log = logs.get("transfer")
@@ -28,7 +29,6 @@ SOON_S = 0.01
 """Seconds until the next look where the last one stopped early, with more memory to pin."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, Linux 5.14 and later
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
@@ -47,8 +47,7 @@ def map_pages(address: int, num_bytes: int, *, to_write: bool = False) -> None:
 
     :raises OSError: Linux can't.
     """
-    if _libc.madvise(address, num_bytes, _POPULATE_WRITE if to_write else _POPULATE_READ):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    madvise(address, num_bytes, _POPULATE_WRITE if to_write else _POPULATE_READ)
 
 
 def map_written(fd: int, offset: int, num_bytes: int, address: int) -> bool:
