@@ -3,7 +3,7 @@
     python -m bench.hand_off --model dummy:llama-3.1-8b                      one GPU for prompts, one for answers
     python -m bench.hand_off --model smollm2-135m-instruct --device cpu --prompt-tokens 1000 --token-budgets 1024,256
 
-`penstock up` with real processes, once for each arrangement:
+Real processes, started by `penstock up` where all are of one host, once for each arrangement:
 
     prefill, decode, budget N   a prefill and a decode worker. A prompt longer than the budget is computed in chunks, whose KV
                                 leaves while the next are computed; a shorter one is handed off as a whole
@@ -11,6 +11,8 @@
     decode, kvstore             likewise, with room for few prompts: each prompt is asked for, driven out by others, and asked
                                 for again with another ending, so that its beginning comes from the kvstore. A pause of
                                 --pause-s comes before that, in which the others' KV is written to the kvstore
+    between hosts, budget N     with --between-hosts: a prefill and a decode worker that share no memory, as if they were on two
+                                machines, so that KV goes over NIXL; with one GPU both are on it
 
 One greedy request at a time, each with another random prompt, the same in each arrangement. Times are milliseconds, medians
 (slowest, fastest): the client's, over HTTP, and those of `GET /v1/explain`. Answers are compared with those of the first
@@ -44,9 +46,10 @@ from typing import Any
 import anyio
 import httpx
 import msgspec
+import torch
 
 from bench.common.machine import describe
-from bench.common.stack import free_ports, running
+from bench.common.stack import Stack, free_ports, quiet_flags, running
 from bench.common.table import markdown
 from common.protocol.errors import ConfigError, PenstockError
 
@@ -54,6 +57,8 @@ TAIL_TOKENS = 40
 SETTLE_S = 1.5
 """Until a kvstore has what a worker offers when a request has ended."""
 PATIENCE_S = 120.0
+ONE_GPU_SHARE = 0.42
+"""Of a GPU's memory, for each of two workers on it."""
 COPIES = ("KV received", "kvstore")
 """Names of events: from a prefill worker, and from a kvstore."""
 
@@ -63,6 +68,7 @@ class Arrangement:
     name: str
     flags: tuple[str, ...]
     has_store: bool = False
+    num_hosts: int = 1
 
 
 @dataclass
@@ -96,6 +102,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pause-s", type=float, default=SETTLE_S, help="0: the kvstore is written to meanwhile")
     parser.add_argument("--token-kb", type=float, default=128.0, help="KV of a token")
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--between-hosts", action="store_true", help="hand-offs over NIXL, too")
+    parser.add_argument("--nixl-transports", default="tcp", help="UCX_TLS of these; empty: UCX chooses")
     parser.add_argument("--only", default="", help="a part of the names of arrangements to run")
     parser.add_argument("--flag", action="append", default=[], metavar="--NAME=VALUE", help="for `penstock up`")
     return parser.parse_args(argv)
@@ -114,6 +122,11 @@ def arrangements(options: argparse.Namespace) -> list[Arrangement]:
     alone = ("--prefill=0", "--decode=1")
     found.append(Arrangement("decode alone", (*shared, *alone, "--kvstore=0")))
     found.append(Arrangement("decode, kvstore", (*shared, *alone, "--kvstore=1", f"--kv-cache-mb={kv_mb}"), has_store=True))
+    if options.between_hosts:
+        found += [
+            Arrangement(f"between hosts, budget {budget}", (f"--token-budget={budget}",), num_hosts=2)
+            for budget in options.token_budgets.split(",")
+        ]
     return [one for one in found if options.only in one.name]
 
 
@@ -189,8 +202,32 @@ def moments(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
     yield "its end", found["first step", "decode"][1]
 
 
-async def measure(arrangement: Arrangement, options: argparse.Namespace, folder: Path) -> list[Seen]:
-    """Return what each counted request was seen to do.
+def start_apart(
+    stack: Stack, arrangement: Arrangement, options: argparse.Namespace, memory: Path, ports: Sequence[int]
+) -> None:
+    """Start a gateway, a prefill and a decode worker; each worker has a folder for shared memory, and so a host, of its own.
+
+    memory: where these folders are made. ports: of HTTP and of NATS.
+    """
+    http_port, nats_port = ports
+    url = f"nats://127.0.0.1:{nats_port}"
+    stack.start_nats(nats_port)
+    shared = ["--kv-transfer=nixl", f"--nixl-transports={options.nixl_transports}", *options.flag]
+    shared += ["--batch-invariant"] if options.batch_invariant else []
+    count = torch.cuda.device_count() if options.device.startswith("cuda") else 0
+    shared += [f"--gpu-memory-utilization={ONE_GPU_SHARE}"] if count == 1 else []
+    stack.start(
+        "gateway", "services.gateway", *quiet_flags("gateway-0", url, options.model, http_port), "--direct-max-tokens=-1"
+    )
+    workers = {"prefill": arrangement.flags, "decode": ("--lookup=off",)}
+    for (number, (role, flags)), port in zip(enumerate(workers.items()), free_ports(2), strict=True):
+        (memory / role).mkdir()
+        where = [f"--device={f'cuda:{number % count}' if count else options.device}", f"--shm-dir={memory}/{role}"]
+        stack.start(role, f"services.{role}", *quiet_flags(f"{role}-0", url, options.model, port), *shared, *flags, *where)
+
+
+async def measure(arrangement: Arrangement, options: argparse.Namespace, folder: Path, memory: Path) -> list[Seen]:
+    """Return what each counted request was seen to do. folder: for logs and data. memory: a folder in shared memory.
 
     :raises ConfigError: the system does not start, or refuses.
     """
@@ -202,9 +239,12 @@ async def measure(arrangement: Arrangement, options: argparse.Namespace, folder:
 
     counted: list[Seen] = []
     async with running(folder) as stack, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
-        flags = ("up", *arrangement.flags, f"--http-port={port}", f"--nats-port={nats}", f"--data-dir={folder}/data")
         begun = time.monotonic()
-        stack.start("up", "common.cli", *flags)
+        if arrangement.num_hosts > 1:
+            start_apart(stack, arrangement, options, memory, (port, nats))
+        else:
+            flags = ("up", *arrangement.flags, f"--http-port={port}", f"--nats-port={nats}", f"--data-dir={folder}/data")
+            stack.start("up", "common.cli", *flags)
         await stack.wait_ready(port, 300.0)
         print(f"{arrangement.name}: ready after {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -246,8 +286,11 @@ def row(arrangement: Arrangement, seen: Sequence[Seen], first: Sequence[Seen]) -
 async def run(options: argparse.Namespace) -> None:
     found: list[tuple[Arrangement, list[Seen]]] = []
     for arrangement in arrangements(options):
-        with tempfile.TemporaryDirectory(prefix="penstock-hand-off-") as folder:
-            found.append((arrangement, await measure(arrangement, options, Path(folder))))
+        with (
+            tempfile.TemporaryDirectory(prefix="penstock-hand-off-") as folder,
+            tempfile.TemporaryDirectory(prefix="hand-off-", dir="/dev/shm") as memory,
+        ):
+            found.append((arrangement, await measure(arrangement, options, Path(folder), Path(memory))))
     heads = ("first token", "last chunk → first step", "copying KV", "MB", "MB before KvReady", "cached, computed again")
     print(describe())
     print(f"{options.model}, prompts of {options.prompt_tokens} tokens, {options.rounds} each")
