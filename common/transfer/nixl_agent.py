@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from common.protocol.errors import ConfigError, TransportUnavailable
 PROGRESS_EVERY_US = 1000
 """Pause of the progress thread between two looks at its connections when nothing moves."""
 _BACKEND = "UCX"
+_NVIDIA, _DISPLAY = 0x10DE, 0x03
+"""A vendor, and a class of devices, of PCI."""
 
 
 class NixlAgent:
@@ -24,13 +27,13 @@ class NixlAgent:
 
     def __init__(self, name: str, *, interface: str = "", transports: str = "") -> None:
         """`interface`: the network interfaces that UCX may use (UCX_NET_DEVICES). `transports`: UCX's names of those it may use
-        (UCX_TLS), for example `tcp` or `rc`. Empty: UCX chooses.
+        (UCX_TLS), for example `tcp` or `rc`. Empty: UCX chooses. Beside an NVIDIA GPU `cuda_copy` is added to them.
 
         :raises ConfigError: nixl is not installed, or UCX has no such interface or transport here.
         """
         self.name = name
         self._bindings = _bindings()
-        for variable, value in (("UCX_NET_DEVICES", interface), ("UCX_TLS", transports)):
+        for variable, value in (("UCX_NET_DEVICES", interface), ("UCX_TLS", ucx_transports(transports))):
             if value:
                 os.environ[variable] = value
         self._registered: list[np.ndarray] = []
@@ -45,7 +48,7 @@ class NixlAgent:
         except Exception as error:  # its exceptions have no common base
             raise ConfigError(
                 f"NIXL can't use UCX with nixl_interface {interface or 'any'} and nixl_transports {transports or 'any'} "
-                f"on this machine: {error}",
+                f"on this machine: {error} (with NIXL_LOG_LEVEL=info it says more)",
                 param="kv_transfer",
             ) from error
 
@@ -118,6 +121,26 @@ class NixlAgent:
             self._agent.releaseXferReq(operation)
         except Exception:
             return
+
+
+def ucx_transports(transports: str, pci: Path = Path("/sys/bus/pci/devices")) -> str:
+    """Return UCX_TLS for a setting: NIXL refuses one without `cuda_copy` on a machine with an NVIDIA GPU, also for copies of
+    host memory alone. pci: the machine's devices."""
+    names = transports.split(",")
+    knows = not transports or transports.startswith("^") or "all" in names or any(name.startswith("cuda") for name in names)
+    return transports if knows or not _has_gpu(pci) else f"{transports},cuda_copy"
+
+
+def _has_gpu(pci: Path) -> bool:
+    """Return whether NIXL sees one: a display controller of NVIDIA's."""
+    for device in pci.glob("*"):
+        try:
+            vendor, kind = (int((device / name).read_text(), 16) for name in ("vendor", "class"))
+        except (OSError, ValueError):
+            continue
+        if vendor == _NVIDIA and kind >> 16 == _DISPLAY:
+            return True
+    return False
 
 
 def _bindings() -> Any:

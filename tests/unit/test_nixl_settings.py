@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from common.protocol.messages import Presence
 from common.runtime.metrics import Metrics
 from common.testing.memory_bus import MemoryBroker
 from common.transfer.measured import TransferCounts
-from common.transfer.nixl_agent import NixlAgent
+from common.transfer.nixl_agent import NixlAgent, ucx_transports
 from common.worker.remote_kv import RemoteKv
 from common.worker.store_client import StoreClient
 from services.decode.config import DecodeConfig
@@ -84,3 +85,32 @@ def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(ConfigError, match=r"penstock\[nixl\]"):
         NixlAgent("x")
+
+
+@pytest.mark.parametrize(
+    ("setting", "beside_a_gpu"),
+    [
+        ("tcp", "tcp,cuda_copy"),
+        ("rc,sm", "rc,sm,cuda_copy"),
+        ("tcp,cuda", "tcp,cuda"),
+        ("tcp,cuda_copy", "tcp,cuda_copy"),
+        ("all", "all"),
+        ("^ib", "^ib"),
+        ("", ""),
+    ],
+)
+def test_transports_beside_a_gpu_have_what_nixl_asks_for(tmp_path: Path, setting: str, beside_a_gpu: str):
+    """NIXL ended with NIXL_ERR_BACKEND where a machine with a GPU was to use TCP alone."""
+    add_device(tmp_path, "0000:00:04.0", "0x10de", "0x040300")  # its sound
+    add_device(tmp_path, "0000:00:05.0", "0x8086", "0x030000")
+    (tmp_path / "0000:00:07.0").mkdir()
+    assert ucx_transports(setting, tmp_path) == setting
+    add_device(tmp_path, "0000:00:06.0", "0x10de", "0x030200")
+    assert ucx_transports(setting, tmp_path) == beside_a_gpu
+    assert ucx_transports(setting, tmp_path / "missing") == setting
+
+
+def add_device(folder: Path, name: str, vendor: str, kind: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "vendor").write_text(f"{vendor}\n")
+    (folder / name / "class").write_text(f"{kind}\n")
