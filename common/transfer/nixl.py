@@ -32,10 +32,10 @@ from common.transfer.transfer import Pulling
 
 PATTERN_BYTES = 4 << 20
 BUFFER_BYTES = 8 << 20
-NUM_BUFFERS = 8
+NUM_BUFFERS = 12
 GENERATION_BYTES = 1 << 20
 """Behind a staging buffer, for the generations of its blocks: pools of other hosts may have 131,072 blocks."""
-MAX_READS_PER_PEER = 2
+MAX_READS_PER_PEER = 3
 """A peer that stops answering takes this many buffers at most."""
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
 _POLL_FIRST_S, _POLL_MOST_S = 0.00005, 0.001

@@ -17,6 +17,8 @@ from common.protocol.errors import ConfigError, TransportUnavailable
 
 PROGRESS_EVERY_US = 1000
 """Pause of the progress thread between two looks at its connections when nothing moves."""
+TCP_SEGMENT = "256k"
+"""UCX's own is 8 KiB: a system call for each of those is what TCP would spend its time on (docs/decisions/0104)."""
 _BACKEND = "UCX"
 _NVIDIA, _DISPLAY = 0x10DE, 0x03
 """A vendor, and a class of devices, of PCI."""
@@ -36,6 +38,8 @@ class NixlAgent:
         for variable, value in (("UCX_NET_DEVICES", interface), ("UCX_TLS", ucx_transports(transports))):
             if value:
                 os.environ[variable] = value
+        for variable in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
+            os.environ.setdefault(variable, TCP_SEGMENT)
         self._registered: list[np.ndarray] = []
         config = self._bindings.nixlAgentConfig()
         config.useProgThread = True

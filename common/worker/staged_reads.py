@@ -23,8 +23,8 @@ from common.transfer.measured import TransferCounts
 from common.transfer.nixl import NixlTransport
 from common.transfer.paths import KvPath
 
-NUM_READERS = 2
-"""Parts of one lease that are staged or read at once: one is staged while the other is read."""
+NUM_READERS = 4
+"""Parts of one lease that are staged, read or checked at once (docs/decisions/0104)."""
 
 
 Question = StageBlocks | StageLeased
