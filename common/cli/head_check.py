@@ -29,13 +29,14 @@ def check_fleet_head(fleet: ModelFleet) -> HeadCheck:
 
 
 def head_of(settings: Any, model: str, *, on_gpu: bool) -> HeadCheck:
-    """settings: a decode worker's. on_gpu: whether it has one; `auto` is none there, see `attach_head`."""
+    """settings: a decode worker's. on_gpu: whether it has one; see `find_head`."""
     setting, is_asked_for = settings.head, settings.head not in ("auto", "off")
-    if setting == "off" or not settings.speculation_tokens or (setting == "auto" and on_gpu):
+    made_up = setting == "auto" and settings.load_format == "dummy"
+    if setting == "off" or not settings.speculation_tokens or made_up:
         return HeadCheck()
     try:
         files = resolve(model, weights=settings.load_format != "dummy")
-        head = find_head(setting, files)
+        head = find_head(setting, files, on_gpu=on_gpu)
         if head is None:
             return HeadCheck()
         _check_engine(settings)

@@ -1,4 +1,6 @@
-"""What a head's config.json says: EAGLE-3's own form, SGLang's additions to it, and the form of the speculators library. Pure.
+"""What a head is: what its config.json says, or, of a model's own MTP layer, what the model's does. Pure.
+
+An EAGLE-3 head has a config.json in EAGLE-3's own form, with SGLang's additions, or in the form of the speculators library:
 
     LlamaForCausalLMEagle3                 fields of the layer, draft_vocab_size
     Eagle3Speculator, Eagle3DraftModel     the layer's fields in transformer_layer_config, norm_before_residual beside them
@@ -6,25 +8,31 @@
 Which hidden states a head reads is counted in two ways. `eagle_aux_hidden_state_layer_ids` at the top, as vLLM has it, names
 layers by what enters them, as `HeadSpec.layers` does; within `eagle_config`, as SGLang has it, by what leaves them. Published
 heads often say neither: then it is what enters layer 2, the middle one and the third from the end.
+
+A layer for multi-token prediction (MTP; Gloeckle et al. 2024, DeepSeek-V3) has the form of a layer of its model.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from common.models.families.common import SCALED, read_rope
 from common.models.fields import Fields
-from common.models.spec import RopeSpec
+from common.models.spec import DenseSpec, ModelSpec, RopeSpec
 from common.protocol.errors import ConfigError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 STATES = 3
-"""Hidden states of the target that a feature is made of."""
+"""Hidden states of the target that an EAGLE-3 head's feature is made of."""
+HeadKind = Literal["eagle3", "mtp"]
+"""docs/heads.md says what each computes."""
+_MTP_MODELS = ("mimo",)
+"""`model_type` of the models whose MTP layer drafts."""
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _REFUSED: dict[str, object] = {
     "attention_bias": False,
@@ -42,7 +50,7 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A head as its config.json describes it. layers: before which layers of the target its hidden states are taken, rising;
     the target's number of layers stands for behind the last one; empty: the usual ones (`usual_layers`). norm_before_residual:
     the normalised feature is what attention and MLP add to. embedding_from_target, head_from_target: None: what the head's file
-    does not hold is the target's. target: (name, revision) of the model it was trained for."""
+    does not hold is the target's. target: (name, revision) of the model it was trained for. qkv_bias: Q, K and V have one."""
 
     hidden_size: int
     intermediate_size: int
@@ -54,10 +62,54 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     draft_vocab_size: int
     layers: tuple[int, ...]
+    kind: HeadKind = "eagle3"
+    qkv_bias: bool = False
     norm_before_residual: bool = False
     embedding_from_target: bool | None = None
     head_from_target: bool | None = None
     target: tuple[str, str] = ("", "")
+
+    @property
+    def fc_inputs(self) -> int:
+        """Inputs of the first linear: EAGLE-3's takes the target's hidden states, an MTP layer's both halves of a pair."""
+        return (STATES if self.kind == "eagle3" else 2) * self.hidden_size
+
+    @property
+    def qkv_inputs(self) -> int:
+        """Inputs of the layer's attention: EAGLE-3's takes both halves of a pair."""
+        return (2 if self.kind == "eagle3" else 1) * self.hidden_size
+
+
+def num_mtp_layers(config: Mapping[str, Any]) -> int:
+    """Return how many MTP layers a model's config.json says that it has, of those that can draft; 0 for none."""
+    count: Any = config.get("num_nextn_predict_layers")
+    return int(count) if config.get("model_type") in _MTP_MODELS and _is_positive(count) else 0
+
+
+def mtp_spec(model: ModelSpec) -> HeadSpec:
+    """Return the head that a model's MTP layer is: as the model's last layer, and behind it.
+
+    :raises ConfigError: if that layer has experts.
+    """
+    mixer, mlp = model.layers[-1].mixer, model.layers[-1].mlp
+    if not isinstance(mlp, DenseSpec):
+        raise ConfigError("the model's MTP layer has experts, and heads have none", param="head")
+    return HeadSpec(
+        kind="mtp",
+        hidden_size=model.hidden_size,
+        intermediate_size=mlp.intermediate_size,
+        num_heads=mixer.num_heads,
+        num_kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
+        rope=mixer.rope or model.rope,
+        rms_eps=model.rms_eps,
+        vocab_size=model.vocab_size,
+        draft_vocab_size=model.vocab_size,
+        layers=(model.num_layers,),
+        qkv_bias=mixer.qkv_bias,
+        embedding_from_target=True,
+        head_from_target=True,
+    )
 
 
 def is_head(config: Mapping[str, Any]) -> bool:

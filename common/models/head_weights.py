@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from common.models.decoder import Decoder
 from common.models.head_config import HeadSpec
-from common.models.head_folder import HeadFiles, check_head
+from common.models.head_folder import HeadFiles, HeldHead, check_head
+from common.models.head_tensors import EMBEDDING, LM_HEAD, head_names
 from common.models.reduced_vocabulary import target_ids
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS
@@ -20,10 +21,16 @@ from common.ops.linear.weight import LinearWeight
 
 @dataclass(slots=True, frozen=True)
 class HeadTensors:
-    """float32. fc: [hidden, 3 · hidden]. qkv: [(heads + 2 · kv_heads) · head_dim, 2 · hidden]. output: [hidden, heads ·
-    head_dim]. gate_up: [2 · intermediate, hidden], the gate first. down: [hidden, intermediate]. lm_head: [draft_vocab,
-    hidden]. Norms: [hidden]. ids: int64 [draft_vocab], the target's id of each row of lm_head, rising. embedding: [vocab,
-    hidden] in the target's dtype."""
+    """float32, where nothing else is said.
+
+    fc: [hidden, spec.fc_inputs]; of an MTP layer, the columns of the feature come first.
+    qkv: [(heads + 2 · kv_heads) · head_dim, spec.qkv_inputs]; qkv_bias: [its rows], or None.
+    output: [hidden, heads · head_dim]. gate_up: [2 · intermediate, hidden], the gate first. down: [hidden, intermediate].
+    lm_head: [draft_vocab, hidden]; or the target's, as it is packed, where the head proposes from all of its rows.
+    ids: int64 [draft_vocab], the target's id of each row of lm_head, rising.
+    embedding: [vocab, hidden], in the target's dtype.
+    Norms: [hidden]; input_norm, before attention, is None in an EAGLE-3 head.
+    """
 
     spec: HeadSpec
     fc: torch.Tensor
@@ -35,39 +42,69 @@ class HeadTensors:
     gate_up: torch.Tensor
     down: torch.Tensor
     norm: torch.Tensor
-    lm_head: torch.Tensor
+    lm_head: torch.Tensor | LinearWeight
     ids: torch.Tensor
     embedding: torch.Tensor
+    input_norm: torch.Tensor | None = None
+    qkv_bias: torch.Tensor | None = None
 
 
 def load_head(head: HeadFiles, target: Decoder, target_name: str) -> HeadTensors:
     """:raises ConfigError: if the head does not fit the target, or its file is damaged."""
-    spec, shapes, prefix = check_head(head, target.config, target_name)
-    try:
-        with safe_open(head.path / "model.safetensors", framework="pt") as file:
-            opened: Any = file
-            found = {name: opened.get_tensor(name) for name in shapes}
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"the head {head.name} can't be read: {error}", param="head") from error
+    held = check_head(head, target.config, target_name)
+    spec, prefix, found = held.spec, held.prefix, _read(head, held)
     offsets = found.pop(TARGET_OFFSETS, torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
     ids = target_ids(offsets, spec.vocab_size)
-    tensors = {name: tensor.float() for name, tensor in found.items()}
-    layer = {name.removeprefix(prefix).removesuffix(".weight"): tensor for name, tensor in tensors.items()}
+    names, tensors = head_names(spec.kind, prefix), {name: tensor.float() for name, tensor in found.items()}
+
+    def weight(name: str) -> torch.Tensor:
+        return tensors[f"{name}.weight"]
+
+    def biases() -> torch.Tensor:
+        return torch.cat([tensors[f"{prefix}self_attn.{name}_proj.bias"] for name in "qkv"])
+
     return HeadTensors(
         spec=spec,
-        fc=layer["fc"],
-        embedding_norm=layer["input_layernorm"],
-        feature_norm=layer["hidden_norm"],
-        qkv=torch.cat([layer[f"self_attn.{name}_proj"] for name in "qkv"]),
-        output=layer["self_attn.o_proj"],
-        mlp_norm=layer["post_attention_layernorm"],
-        gate_up=torch.cat((layer["mlp.gate_proj"], layer["mlp.up_proj"])),
-        down=layer["mlp.down_proj"],
-        norm=layer["norm"],
-        lm_head=head_rows(target, ids) if spec.head_from_target else layer["lm_head"],
+        fc=weight(names.fc),
+        embedding_norm=weight(names.embedding_norm),
+        feature_norm=weight(names.feature_norm),
+        input_norm=weight(names.input_norm) if names.input_norm else None,
+        qkv=torch.cat([weight(f"{prefix}self_attn.{name}_proj") for name in "qkv"]),
+        qkv_bias=biases() if spec.qkv_bias else None,
+        output=weight(f"{prefix}self_attn.o_proj"),
+        mlp_norm=weight(f"{prefix}post_attention_layernorm"),
+        gate_up=torch.cat((weight(f"{prefix}mlp.gate_proj"), weight(f"{prefix}mlp.up_proj"))),
+        down=weight(f"{prefix}mlp.down_proj"),
+        norm=weight(names.norm),
+        lm_head=_lm_head(target, ids) if spec.head_from_target else tensors[LM_HEAD],
         ids=ids,
-        embedding=target.embedding if spec.embedding_from_target else layer["embed_tokens"],
+        embedding=target.embedding if spec.embedding_from_target else tensors[EMBEDDING],
     )
+
+
+def _read(head: HeadFiles, held: HeldHead) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for path in dict.fromkeys(held.paths.values()):
+            with safe_open(path, framework="pt") as file:
+                opened: Any = file
+                found |= {name: opened.get_tensor(name) for name, holder in held.paths.items() if holder == path}
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{head.title} can't be read: {error}", param="head") from error
+    return found
+
+
+def _lm_head(target: Decoder, ids: torch.Tensor) -> torch.Tensor | LinearWeight:
+    """The target's rows `ids`. Where these are all, nothing is copied."""
+    return target.head if len(ids) == target.config.vocab_size == target.config.head_size else head_rows(target, ids)
+
+
+def lm_head_rows(tensors: HeadTensors) -> torch.Tensor:
+    """Return a head's lm_head, float32 [draft_vocab, hidden]."""
+    lm_head = tensors.lm_head
+    if isinstance(lm_head, torch.Tensor):
+        return lm_head
+    return _rows(lm_head, torch.arange(lm_head.out_features, device=lm_head.data.device))
 
 
 def head_rows(target: Decoder, ids: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
     "qwen3-32b": _QWEN3
     | {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64},
+    "mimo-7b": {
+        "model_type": "mimo",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 151_680,
+        "max_position_embeddings": 32_768,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 640_000.0,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+    },
     "smollm2-135m": _LLAMA
     | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     | {"num_key_value_heads": 3, "vocab_size": 49_152, "max_position_embeddings": 8192, "rope_theta": 100_000.0}

@@ -44,8 +44,8 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
     head: Annotated[
         str,
         Meta(
-            description="a head that drafts from the model's hidden states in this process: its folder, off, or auto: what is "
-            "shipped for the model, on a CPU"
+            description="a head that drafts from the model's hidden states in this process: its folder, off, or auto: the "
+            "model's own MTP layer, or on a CPU what is shipped for the model"
         ),
     ] = "auto"
 
@@ -55,7 +55,7 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def head_setting(self) -> str:
-        """`head`, or off where nothing could come of it. Random weights have no head that is shipped for them, and with
-        `zero_retention` there is none: its cache is never cleared."""
+        """`head`, or off where nothing could come of it. Random weights have no head, and with `zero_retention` there
+        is none: its cache is never cleared."""
         is_vain = not self.speculation_tokens or self.zero_retention or (self.head == "auto" and self.load_format == "dummy")
         return "off" if is_vain else self.head

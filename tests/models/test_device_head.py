@@ -25,10 +25,10 @@ from common.engine.outcomes import accept
 from common.engine.plan import StepPlan, StepRow
 from common.engine.sequence import Sequence
 from common.models.blocks.border import Border
-from common.models.head_folder import open_head
-from common.models.head_layer import HeadLayer
+from common.models.head_folder import HeadFiles, open_head, own_head
+from common.models.head_layer import head_layer
 from common.models.head_weights import HeadTensors, load_head
-from common.models.source import ModelFiles
+from common.models.source import ModelFiles, resolve
 from common.ops.sampling.board_layout import LINES
 from common.protocol.messages import SamplingParams
 from services.decode.device_head import CONTEXT_TOKENS, DeviceHeadDrafts
@@ -36,6 +36,7 @@ from services.decode.proposers import Proposers
 from services.decode.speculation import DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
 from tests.fixtures.head import edit_tensors, write_head
+from tests.fixtures.mtp import write_mimo
 from tests.models.driver import GREEDY
 from tests.models.oracles import oracle_prompt
 from tests.models.test_device_lookup_step import VOCAB, Chain, World, sequence_of
@@ -68,7 +69,7 @@ class Noting:
 def with_head(files: ModelFiles, folder: Path, *, counts: bool = False) -> tuple[DeviceRunner, HeadTensors, Noting]:
     runner = device_runner(files)
     tensors = load_head(open_head(write_head(folder, files)), runner.decoder, files.name)
-    runner.attach_head(HeadLayer(tensors, dtype=torch.float32, device=torch.device("cpu")))
+    runner.attach_head(head_layer(tensors, dtype=torch.float32, device=torch.device("cpu")))
     noting = Noting(runner, Chain(runner, counts=counts), tensors.spec.hidden_size)
     runner._forward = noting  # type: ignore[method-assign]
     return runner, tensors, noting
@@ -82,11 +83,22 @@ def drafted(runner: DeviceRunner, context: int) -> list[int]:
 
 @pytest.mark.parametrize(("chunk", "normed"), [(100, False), (7, False), (100, True)])
 def test_drafts_of_a_model_are_those_of_the_reference(files: ModelFiles, tmp_path: Path, chunk: int, normed: bool) -> None:
+    check_drafts(files, open_head(write_head(tmp_path / "head", files, norm_before_residual=normed)), chunk)
+
+
+@pytest.mark.parametrize("chunk", [100, 7])
+def test_drafts_of_an_mtp_layer_are_those_of_the_reference(tmp_path: Path, chunk: int) -> None:
+    files = resolve(str(write_mimo(tmp_path / "mimo")))
+    head = own_head(files)
+    assert head is not None
+    check_drafts(files, head, chunk)
+
+
+def check_drafts(files: ModelFiles, head: HeadFiles, chunk: int) -> None:
     """Behind a prompt in one part and in several; behind verified tokens of which some hold, beside a row without drafts."""
     runner = device_runner(files)
-    folder = write_head(tmp_path / "head", files, norm_before_residual=normed)
-    tensors = load_head(open_head(folder), runner.decoder, files.name)
-    runner.attach_head(HeadLayer(tensors, dtype=torch.float32, device=torch.device("cpu")))
+    tensors = load_head(head, runner.decoder, files.name)
+    runner.attach_head(head_layer(tensors, dtype=torch.float32, device=torch.device("cpu")))
     prompt = oracle_prompt(length=21)
     assert runner._head is not None
     states, noted, drafts = list[torch.Tensor](), list[torch.Tensor](), runner._head.draft

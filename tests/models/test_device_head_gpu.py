@@ -12,7 +12,7 @@ from common.engine.load.layout import EngineConfig
 from common.engine.load.runners import load_runner
 from common.engine.plan import StepPlan, StepRow
 from common.models.head_folder import open_head
-from common.models.head_layer import HeadLayer
+from common.models.head_layer import head_layer
 from common.models.head_weights import load_head
 from common.models.source import ModelFiles
 from common.protocol.messages import SamplingParams
@@ -35,7 +35,7 @@ def on_gpu(files: ModelFiles, folder: Path | None = None) -> Any:
     runner: Any = load_runner(files, engine)
     if folder is not None:
         tensors = load_head(open_head(write_head(folder, files)), runner.decoder, files.name)
-        runner.attach_head(HeadLayer(tensors, dtype=torch.float32, device=runner.decoder.device))
+        runner.attach_head(head_layer(tensors, dtype=torch.float32, device=runner.decoder.device))
     return runner
 
 

@@ -14,8 +14,8 @@ from common.engine.cpu.head import Head
 from common.engine.cpu.head_choice import NO_CHOICE, choose
 from common.engine.outcomes import accept
 from common.engine.plan import RowSamples, StepPlan, StepRow
-from common.models.head_folder import open_head
-from common.models.head_weights import HeadTensors, load_head
+from common.models.head_folder import open_head, own_head
+from common.models.head_weights import HeadTensors, lm_head_rows, load_head
 from common.models.source import ModelFiles, resolve
 from common.ops.cpu_int8.head_reference import HeadWeightsReference, head_reference
 from common.ops.sampling.sample import Draw, sample_tokens
@@ -34,14 +34,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 class Site:
-    """A runner with a head of random weights, and one sequence."""
+    """A runner with a head of random weights, and one sequence. folder: None: the head is the model's MTP layer."""
 
     def __init__(
-        self, files: ModelFiles, folder: Path, *, context_tokens: int = 1024, normed: bool = False, **settings: Any
+        self, files: ModelFiles, folder: Path | None, *, context_tokens: int = 1024, normed: bool = False, **settings: Any
     ) -> None:
         self.runner: Any = open_runner(files, **settings)
-        written = write_head(folder, files, norm_before_residual=normed)
-        self.tensors = load_head(open_head(written), self.runner.decoder, files.name)
+        head = own_head(files) if folder is None else open_head(write_head(folder, files, norm_before_residual=normed))
+        assert head is not None
+        self.tensors = load_head(head, self.runner.decoder, files.name)
         self.runner.head = Head(self.tensors, max_sequences=3, threads=1, context_tokens=context_tokens)
         self.states: list[torch.Tensor] = []
         told = self.runner.head.draft
@@ -82,7 +83,8 @@ def reference_logits(
     tensors: HeadTensors, states: torch.Tensor, tokens: list[int], drafted: list[int], first: int
 ) -> list[torch.Tensor]:
     """The logits that each of `drafted` is drawn from, behind `tokens` and those drafted before it."""
-    weights = HeadWeightsReference(*(getattr(tensors, name) for name in HeadWeightsReference._fields))
+    given = replace(tensors, lm_head=lm_head_rows(tensors))
+    weights = HeadWeightsReference(*(getattr(given, name) for name in HeadWeightsReference._fields))
     spec, features, found = tensors.spec, torch.empty(0, tensors.spec.hidden_size), list[torch.Tensor]()
     for count in range(len(drafted)):
         embedded = tensors.embedding[torch.tensor([*tokens, *drafted[:count]])].float()
@@ -97,6 +99,7 @@ def reference_logits(
             eps=spec.rms_eps,
             first=first,
             norm_before_residual=spec.norm_before_residual,
+            is_mtp=spec.kind == "mtp",
         )
         features = torch.cat((features, x[-1:]))
         found.append(logits[-1])

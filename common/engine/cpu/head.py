@@ -1,8 +1,8 @@
-"""A head that drafts from hidden states (EAGLE-3), beside an engine on a CPU: it runs in the engine's thread, behind its step.
+"""A head that drafts from hidden states, beside an engine on a CPU: it runs in the engine's thread, behind its step.
 
     the step's states ─► noted for each sequence ─► a first pass: pairs that are new ─► a token for each row that wants some
                                                       ┌───────────────────────────────────────────┘
-                                                      └► a pass for each further token: x' is its feature
+                                                      └► a pass for each further token: its feature is what the last pass left
 
 What it drafts is compared with what the target samples, so nothing here has to be exact.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +22,13 @@ from common.engine.cpu.head_choice import NO_CHOICE, choose
 from common.engine.cpu.head_context import KEPT_STATES, HeadContext, HeadContexts
 from common.engine.outcomes import accept
 from common.engine.plan import NO_TOKEN, Drafted, DraftPass, RowSamples, StepRow
-from common.models.head_weights import HeadTensors
+from common.models.head_weights import HeadTensors, lm_head_rows
 from common.models.rope import inverse_frequencies
 from common.ops.cpu_int8.attention_numba import Step
 from common.ops.cpu_int8.forward_numba import Room
 from common.ops.cpu_int8.head_numba import HeadWeights, counters_for_pass, head_pass
 from common.ops.cpu_int8.team_cpu import together
-from common.ops.cpu_int8.weights import LANES, PAIRS, linears_of, pack_int8
+from common.ops.cpu_int8.weights import LANES, PAIRS, Int8Weight, linears_of, pack_int8
 
 CONTEXT_TOKENS = 1024
 """Of a sequence that the head attends to, the last ones."""
@@ -60,22 +60,27 @@ class Head:
         spec = self.spec = tensors.spec
         self.layers = np.array(spec.layers, np.int64)
         self.threads = threads
-        # channels of the states differ by factors of thousands, and fc's columns make up for it: 8 bits need them alike
-        column = tensors.fc.square().mean(0).sqrt()
-        column[column == 0] = 1.0
-        self._state_scale = column.numpy()
-        linears = (tensors.fc / column, tensors.qkv, tensors.output, tensors.gate_up, tensors.down, tensors.lm_head)
-        self._packed = [pack_int8(weight) for weight in linears]
+        scaled = _evened(tensors)
+        self._state_scale = scaled.states.numpy()
+        self._packed = [
+            pack_int8(scaled.fc),
+            pack_int8(tensors.qkv, tensors.qkv_bias),
+            *map(pack_int8, (tensors.output, tensors.gate_up, tensors.down)),
+            _packed_lm_head(tensors),
+        ]
+        no_norm = torch.empty(0)
         self._weights = HeadWeights(
             linears=linears_of(self._packed),
-            embedding_norm=tensors.embedding_norm.numpy(),
-            feature_norm=tensors.feature_norm.numpy(),
+            embedding_norm=scaled.embedding_norm.numpy(),
+            feature_norm=scaled.feature_norm.numpy(),
+            input_norm=(no_norm if tensors.input_norm is None else tensors.input_norm).numpy(),
             mlp_norm=tensors.mlp_norm.numpy(),
             norm=tensors.norm.numpy(),
             eps=spec.rms_eps,
             heads=spec.num_heads,
             middle=spec.intermediate_size,
             norm_before_residual=spec.norm_before_residual,
+            is_mtp=spec.kind == "mtp",
         )
         self._embedding = tensors.embedding
         self._table = tensors.embedding.numpy() if tensors.embedding.dtype == torch.float32 else None
@@ -214,7 +219,7 @@ class Head:
         spec = self.spec
         attended = spec.num_heads * spec.head_dim
         widest = max(attended + 2 * spec.num_kv_heads * spec.head_dim, 2 * spec.intermediate_size)
-        inputs = (self.state_size, 2 * spec.hidden_size, attended, spec.intermediate_size)
+        inputs = (spec.fc_inputs, spec.qkv_inputs, attended, spec.intermediate_size)
         room = Room(
             residual=np.empty((rows, spec.hidden_size), np.float32),
             narrow=np.empty((rows, _padded(max(spec.hidden_size, attended), LANES)), np.float32),
@@ -225,6 +230,36 @@ class Head:
         if features is not None:
             room.residual[: len(features)] = features
         return room
+
+
+class _Evened(NamedTuple):
+    """The first linear with columns of one size, and what makes up for that: factors of the target's states, and norms."""
+
+    fc: torch.Tensor
+    states: torch.Tensor
+    feature_norm: torch.Tensor
+    embedding_norm: torch.Tensor
+
+
+def _evened(tensors: HeadTensors) -> _Evened:
+    """Channels of the states differ by factors of thousands, and fc's columns make up for it: 8 bits need them alike.
+
+    An MTP layer's fc reads what norms give, whose weights take the factors.
+    """
+    column = tensors.fc.square().mean(0).sqrt()
+    column[column == 0] = 1.0
+    fc = tensors.fc / column
+    if tensors.spec.kind == "eagle3":
+        return _Evened(fc, column, tensors.feature_norm, tensors.embedding_norm)
+    feature, embedding = column.chunk(2)
+    return _Evened(fc, torch.ones_like(feature), tensors.feature_norm * feature, tensors.embedding_norm * embedding)
+
+
+def _packed_lm_head(tensors: HeadTensors) -> Int8Weight:
+    """The target's own, where that is packed already."""
+    lm_head = tensors.lm_head
+    shared = None if isinstance(lm_head, torch.Tensor) else lm_head.int8
+    return pack_int8(lm_head_rows(tensors)) if shared is None else shared
 
 
 def _padded(size: int, to: int) -> int:

@@ -227,7 +227,7 @@ class DeviceHead:
         attention = self._attend(batch, first.slots, first.places)
         border = self._layer.forward(first.nexts, self._layer.features(states), attention)
         normed = self._layer.read(border)
-        torch.index_select(border.residual, 0, self._rows.selected, out=self._features)
+        torch.index_select(self._layer.following(border, normed), 0, self._rows.selected, out=self._features)
         torch.index_select(normed, 0, self._rows.selected, out=self._normed)
 
     def _pass(self, draw: _Draw) -> None:
@@ -237,9 +237,10 @@ class DeviceHead:
         attention = self._attend(batch, rows.slots[:size], rows.places[:size])
         features = self._features[:size]
         border = self._layer.forward(rows.tokens[:size], features, attention)
-        self._normed[:size] = self._layer.read(border)
-        if border.residual is not features:
-            features.copy_(border.residual)
+        normed = self._normed[:size] = self._layer.read(border)
+        following = self._layer.following(border, normed)
+        if following is not features:
+            features.copy_(following)
         self._draw(draw)
 
     def _draw(self, draw: _Draw) -> None:

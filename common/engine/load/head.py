@@ -1,4 +1,4 @@
-"""Puts a head beside an engine that is open: what its setting names, or what is shipped for the model."""
+"""Puts a head beside an engine that is open: what its setting names, what is shipped for the model, or its own MTP layer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ log = logs.get("engine")
 def attach_head(engine: Engine, setting: str, *, max_sequences: int) -> None:
     """Let the engine draft with the head that `setting` names, see `find_head`. Blocks until it is loaded and compiled.
 
-    `auto` is none on a GPU: heads that are shipped are for models whose steps are too short there.
     Without it the engine serves on: why there is none is a line in the log, if one was asked for.
     """
     files = engine.files
-    if setting == "off" or files is None or (setting == "auto" and engine.on_gpu):
+    if setting == "off" or files is None:
         return
     try:
-        head = find_head(setting, files)
+        head = find_head(setting, files, on_gpu=engine.on_gpu)
         if head is None:
             return
         if engine.on_gpu:
@@ -68,7 +67,7 @@ def _attach(runner: CpuRunner, found: HeadFiles, files: ModelFiles, max_sequence
         raise ConfigError(f"a head needs the package numba: {error}", param="head") from error
     runner.head = Head(tensors, max_sequences=max_sequences, threads=runner.threads)
     runner.warm_up()
-    _log_loaded(found.name, tensors, begun)
+    _log_loaded(found, tensors, begun)
 
 
 def _attach_on_gpu(engine: Engine, found: HeadFiles, files: ModelFiles) -> None:
@@ -76,7 +75,7 @@ def _attach_on_gpu(engine: Engine, found: HeadFiles, files: ModelFiles) -> None:
     import torch
 
     from common.engine.gpu.runner import DeviceRunner
-    from common.models.head_layer import HeadLayer
+    from common.models.head_layer import head_layer
     from common.models.head_weights import load_head
 
     runner, begun = engine.runner, time.perf_counter()
@@ -85,13 +84,17 @@ def _attach_on_gpu(engine: Engine, found: HeadFiles, files: ModelFiles) -> None:
     tensors = load_head(found, runner.decoder, files.name)
     knows_fp8 = gpu.type == "cuda" and torch.cuda.get_device_capability(gpu) >= FP8_SINCE
     try:
-        runner.attach_head(HeadLayer(tensors, dtype=dtype, device=gpu, format="fp8" if knows_fp8 else "plain"))
+        runner.attach_head(head_layer(tensors, dtype=dtype, device=gpu, format="fp8" if knows_fp8 else "plain"))
     except (torch.OutOfMemoryError, ConfigError) as error:
         runner.attach_head(None)
         raise ConfigError("no GPU memory is left for a head: use --head off, or lower gpu_memory_utilization") from error
     engine.head_slots = HeadSlots()
-    _log_loaded(found.name, tensors, begun)
+    _log_loaded(found, tensors, begun)
 
 
-def _log_loaded(name: str, tensors: HeadTensors, begun: float) -> None:
-    log.info("head_loaded", head=name, layers=list(tensors.spec.layers), seconds=round(time.perf_counter() - begun, 2))
+def _log_loaded(found: HeadFiles, tensors: HeadTensors, begun: float) -> None:
+    unused = {"unused_mtp_layers": found.num_unused} if found.num_unused else {}
+    seconds = round(time.perf_counter() - begun, 2)
+    log.info(
+        "head_loaded", head=found.name, kind=tensors.spec.kind, layers=list(tensors.spec.layers), seconds=seconds, **unused
+    )

@@ -8,6 +8,8 @@ from pathlib import Path
 from common.models.weights.errors import WeightsError
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+MTP_LAYERS = "model.mtp_layers."
+"""How tensors of layers for multi-token prediction are named. No decoder takes them; `common.models.head_tensors` does."""
 _OTHERS = ("consolidated", "adapter_model")
 """How files begin that hold the weights in another form, or an adapter."""
 
@@ -38,6 +40,11 @@ def weight_files(folder: Path) -> list[Path]:
     files = (path for path in folder.glob("*.safetensors") if path.is_file())
     found = sorted(files, key=lambda path: (path.name != WHOLE, path.name))
     return [path for path in found if not path.name.startswith(_OTHERS)] or found
+
+
+def is_mtp(name: str) -> bool:
+    """Return whether a tensor is of a layer that only drafts."""
+    return name.startswith(MTP_LAYERS)
 
 
 def is_first(name: str, path: Path, before: Path | None) -> bool:

@@ -17,7 +17,7 @@ from common.models.lfs import pointer_hint
 from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
-from common.models.weights.files import is_first, read_index, weight_files
+from common.models.weights.files import is_first, is_mtp, read_index, weight_files
 from common.models.weights.gguf_metadata import read_metadata
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
 from common.models.weights.gguf_values import check_gguf_values
@@ -100,8 +100,8 @@ def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 class _Table:
-    """The tensors of a folder's *.safetensors files, by the names of a model of text alone: their shapes, types, and the names
-    that the files have."""
+    """The tensors of a folder's *.safetensors files that a decoder takes, by the names of a model of text alone: their shapes,
+    types, and the names that the files have."""
 
     def __init__(self, folder: Path, allowed: frozenset[str]) -> None:
         """:raises WeightsError: if a file is damaged or cut short, or holds a type that is not allowed."""
@@ -113,7 +113,7 @@ class _Table:
                 with safe_open(path, framework="np") as file:
                     opened: Any = file
                     for name in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
-                        if index and index.get(name) != path.name:
+                        if is_mtp(name) or (index and index.get(name) != path.name):
                             continue
                         view = opened.get_slice(name)
                         kind = view.get_dtype()

@@ -15,7 +15,7 @@ from common.models.families.wrappers import text_names
 from common.models.formats.groups import Groups
 from common.models.lfs import pointer_hint
 from common.models.weights.expected import TARGET_OFFSETS
-from common.models.weights.files import INDEX, is_first, read_index, weight_files
+from common.models.weights.files import INDEX, is_first, is_mtp, read_index, weight_files
 from common.models.weights.source import WeightsError
 from common.models.weights.upload import Upload
 
@@ -44,7 +44,7 @@ class SafetensorsWeights:
             raise WeightsError(f"{folder} holds no .safetensors file")
         for path in paths:
             self._open(path, index)
-        if missing := sorted(set(index) - set(self.shapes)):
+        if missing := sorted(name for name in index.keys() - self.shapes.keys() if not is_mtp(name)):
             raise WeightsError(f"{INDEX} names {missing[0]} ({len(missing)} tensors) that no shard holds")
         self._stored = text_names(self.shapes)
         skipped = self._bytes.keys() - self._stored.values()
@@ -56,7 +56,7 @@ class SafetensorsWeights:
         try:
             file: Any = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 — a safe_open handle is no mapping
-                if index and index.get(name) != path.name:
+                if is_mtp(name) or (index and index.get(name) != path.name):
                     continue
                 if not is_first(name, path, self._paths.get(name)):
                     continue

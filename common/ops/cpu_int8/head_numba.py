@@ -1,12 +1,17 @@
-"""A head that drafts from its target's hidden states (EAGLE-3), as one compiled call for each pass: 8-bit linears, one layer.
+"""A head that drafts from its target's hidden states, as one compiled call for each pass: 8-bit linears, one layer.
 
-A pass computes pairs of a feature, what the target knows at position p, and the embedding of the token at p + 1:
+A pass computes pairs of a feature, what the target knows at position p, and the embedding of the token at p + 1. EAGLE-3:
 
-    features ─► [fc] ─► x ─► norm ┐
-    embeddings ───────────► norm ┴─► QKV ─► rotate, write KV ─► attend ─► output + x ─► MLP ─► x' ─► norm ─► head
+    states ─► fc ─► x ─► norm ┐
+    embeddings ───────► norm ┴─► QKV ─► rotate, write KV ─► attend ─► output + x ─► MLP ─► x' ─► norm ─► head
 
-What follows the token at p + 1 has the logits; x' is the feature of the pair behind. Work is shared out as in `forward_numba`,
-whose kernels these are.
+Multi-token prediction (MTP):
+
+    states ────► norm ┐
+    embeddings ► norm ┴─► fc ─► x ─► norm ─► QKV ─► … ─► x' ─► norm ─► head
+
+What follows the token at p + 1 has the logits. The feature of the pair behind is x', and of MTP the norm of x'. Work is shared
+out as in `forward_numba`, whose kernels these are.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -22,29 +27,40 @@ from numpy.typing import NDArray
 from common.ops.cpu_int8.attention_numba import attention, place_kv
 from common.ops.cpu_int8.compiled_numba import compiled
 from common.ops.cpu_int8.forward_numba import PARTS_PER_THREAD, in_parts, keep_rows
-from common.ops.cpu_int8.products_numba import add_and_normalise, gate, multiply, quantise, quantise_row, rms_normalise
+from common.ops.cpu_int8.products_numba import (
+    add_and_normalise,
+    gate,
+    multiply,
+    normalise,
+    quantise,
+    quantise_row,
+    rms_normalise,
+)
 from common.ops.cpu_int8.team_numba import new_counters, shared
 from common.ops.cpu_int8.weights import Linears
 
-_PHASES = 16
+_PHASES = 18
 
 FC, QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(6)
 """Places of the linears."""
 
 
 class HeadWeights(NamedTuple):
-    """linears: `FC` … `HEAD`. Norms: float32 [hidden], of embeddings, of features, before the MLP and before the head. middle:
-    the size between gate and down. norm_before_residual: see `HeadSpec`."""
+    """linears: `FC` … `HEAD`. Norms: float32 [hidden], of embeddings, of features, before attention, before the MLP and before
+    the head; input_norm is of MTP alone, else [0]. middle: the size between gate and down. norm_before_residual: see
+    `HeadSpec`."""
 
     linears: Linears
     embedding_norm: NDArray[np.float32]
     feature_norm: NDArray[np.float32]
+    input_norm: NDArray[np.float32]
     mlp_norm: NDArray[np.float32]
     norm: NDArray[np.float32]
     eps: float
     heads: int
     middle: int
     norm_before_residual: bool
+    is_mtp: bool
 
 
 def counters_for_pass() -> NDArray[np.int64]:
@@ -52,15 +68,20 @@ def counters_for_pass() -> NDArray[np.int64]:
 
 
 @compiled()
-def _pair(row, rows, embedded, features, embedding_norm, feature_norm, eps, keeps_normed, data, row_scale):
-    """Both halves of a pair's input, each normalised, side by side and quantised. keeps_normed: features stay normalised."""
-    size = len(embedding_norm)
+def _pair(row, rows, first, second, first_norm, second_norm, eps, keeps_normed, data, row_scale):
+    """Both halves of a pair, each normalised, side by side and quantised. keeps_normed: the second stays normalised."""
+    size = len(first_norm)
     both = np.empty(2 * size, np.float32)
-    rms_normalise(embedded[row], embedding_norm, eps, both[:size])
-    rms_normalise(features[row], feature_norm, eps, both[size:])
+    rms_normalise(first[row], first_norm, eps, both[:size])
+    rms_normalise(second[row], second_norm, eps, both[size:])
     if keeps_normed:
-        features[row, :] = both[size:]
+        second[row, :] = both[size:]
     quantise_row(both, row, rows, data, row_scale)
+
+
+@compiled()
+def _keep_normed(row, residual, weight, eps):
+    rms_normalise(residual[row], weight, eps, residual[row])
 
 
 @compiled()
@@ -72,6 +93,32 @@ def _place(row, step, heads, qkv):
 
 _share_pair, _share_place, _share_keep, _share_gate = map(shared, (_pair, _place, keep_rows, gate))
 _share_multiply, _share_quantise, _share_add = map(shared, (multiply, quantise, add_and_normalise))
+_share_normalise, _share_keep_normed = map(shared, (normalise, _keep_normed))
+
+
+@compiled()
+def _enter_eagle(counters, threads, weights, states, embedded, room):
+    """Leaves x in room.residual, and what QKV multiply in room.data. Returns the next phase."""
+    pairs, residual, integers, phase = len(embedded), room.residual, (room.data, room.row_scale), 0
+    if states.shape[1]:
+        phase = _share_quantise(counters, phase, pairs, (pairs, states, states.shape[1], *integers))
+        parts, linear = in_parts(FC, threads, pairs, weights, room, residual)
+        phase = _share_multiply(counters, phase, parts, linear)
+    norms = (weights.embedding_norm, weights.feature_norm, weights.eps, weights.norm_before_residual)
+    return _share_pair(counters, phase, pairs, (pairs, embedded, residual, *norms, *integers))
+
+
+@compiled()
+def _enter_mtp(counters, threads, weights, states, embedded, room):
+    """As `_enter_eagle`."""
+    pairs, residual, integers = len(embedded), room.residual, (room.data, room.row_scale)
+    features = states if states.shape[1] else residual
+    norms = (weights.feature_norm, weights.embedding_norm, weights.eps, False)
+    phase = _share_pair(counters, 0, pairs, (pairs, features, embedded, *norms, *integers))
+    parts, linear = in_parts(FC, threads, pairs, weights, room, residual)
+    phase = _share_multiply(counters, phase, parts, linear)
+    return _share_normalise(counters, phase, pairs, (pairs, residual, weights.input_norm, weights.eps, *integers))
+
 
 _share_attend: Any = None
 """Of the heads that a pass is compiled for."""
@@ -79,20 +126,18 @@ _share_attend: Any = None
 
 def _run(counters, threads, weights, where, states, embedded, wanted, room, logits):
     """counters: of `counters_for_pass`, new. where: a `Step` whose pool has one layer, whose positions count from where each
-    row's cache begins, and whose rope has a row for each pair. states: float32 [pairs, 3 · hidden], the target's; or [pairs, 0]
-    where room.residual holds features. embedded: float32 [pairs, hidden]. wanted: int64, ascending: the pairs behind which
-    tokens are drafted; their x' is in room.residual afterwards. logits: float32 [≥ wanted, padded].
+    row's cache begins, and whose rope has a row for each pair. states: float32 [pairs, layers · hidden], the target's; or
+    [pairs, 0] where room.residual holds features. embedded: float32 [pairs, hidden]. wanted: int64, ascending: the pairs behind
+    which tokens are drafted; the features behind them are in room.residual afterwards. logits: float32 [≥ wanted, padded].
 
     K and V of all pairs are written."""
     residual, narrow, wide, integers = room.residual, room.narrow, room.wide, (room.data, room.row_scale)
     eps, heads, pairs, rows = weights.eps, weights.heads, len(embedded), len(wanted)
-    kv_heads, size, phase = where.pool.shape[4], where.pool.shape[5], 0
-    if states.shape[1]:
-        phase = _share_quantise(counters, phase, pairs, (pairs, states, states.shape[1], *integers))
-        parts, linear = in_parts(FC, threads, pairs, weights, room, residual)
-        phase = _share_multiply(counters, phase, parts, linear)
-    norms = (weights.embedding_norm, weights.feature_norm, eps, weights.norm_before_residual)
-    phase = _share_pair(counters, phase, pairs, (pairs, embedded, residual, *norms, *integers))
+    kv_heads, size = where.pool.shape[4], where.pool.shape[5]
+    if weights.is_mtp:
+        phase = _enter_mtp(counters, threads, weights, states, embedded, room)
+    else:
+        phase = _enter_eagle(counters, threads, weights, states, embedded, room)
     parts, linear = in_parts(QKV, threads, pairs, weights, room, wide)
     phase = _share_multiply(counters, phase, parts, linear)
     phase = _share_place(counters, phase, pairs, (where, heads, wide))
@@ -110,7 +155,9 @@ def _run(counters, threads, weights, where, states, embedded, wanted, room, logi
     phase = _share_multiply(counters, phase, parts, linear)
     phase = _share_add(counters, phase, rows, (rows, residual, narrow, weights.norm, eps, *integers))
     parts, linear = in_parts(HEAD, threads, rows, weights, room, logits)
-    _share_multiply(counters, phase, parts, linear)
+    phase = _share_multiply(counters, phase, parts, linear)
+    if weights.is_mtp:
+        _share_keep_normed(counters, phase, rows, (residual, weights.norm, eps))
 
 
 @cache

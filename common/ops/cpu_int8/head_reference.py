@@ -21,6 +21,8 @@ class HeadWeightsReference(NamedTuple):
     down: torch.Tensor
     norm: torch.Tensor
     lm_head: torch.Tensor
+    input_norm: torch.Tensor | None = None
+    qkv_bias: torch.Tensor | None = None
 
 
 def head_reference(
@@ -35,24 +37,37 @@ def head_reference(
     eps: float,
     first: int = 0,
     norm_before_residual: bool = False,
+    is_mtp: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """states: [known, 3 · hidden], the target's, of the first pairs; features: [pairs - known, hidden], of those behind them.
-    embedded: [pairs, hidden]. first: the position of the first pair.
+    """states: [known, layers · hidden], the target's, of the first pairs; features: [pairs - known, hidden], of those behind
+    them. embedded: [pairs, hidden]. first: the position of the first pair. is_mtp: a layer for multi-token prediction, not
+    EAGLE-3's.
 
-    Returns x' [pairs, hidden] and logits [pairs, draft_vocab].
+    Returns the features behind the pairs [pairs, hidden] and logits [pairs, draft_vocab].
     """
     size = (weights.fc.shape[0],)
-    x = torch.cat((F.linear(states, weights.fc), features))
-    both = (F.rms_norm(embedded, size, weights.embedding_norm, eps), F.rms_norm(x, size, weights.feature_norm, eps))
-    x = both[1] if norm_before_residual else x
-    qkv = F.linear(torch.cat(both, -1), weights.qkv).unflatten(-1, (-1, head_dim)).transpose(0, 1)
+
+    def normed(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return F.rms_norm(x, size, norm, eps)
+
+    if is_mtp:
+        halves = normed(torch.cat((states, features)), weights.feature_norm), normed(embedded, weights.embedding_norm)
+        x = F.linear(torch.cat(halves, -1), weights.fc)
+        inputs = normed(x, weights.input_norm)
+    else:
+        x = torch.cat((F.linear(states, weights.fc), features))
+        halves = normed(embedded, weights.embedding_norm), normed(x, weights.feature_norm)
+        x = halves[1] if norm_before_residual else x
+        inputs = torch.cat(halves, -1)
+    qkv = F.linear(inputs, weights.qkv, weights.qkv_bias).unflatten(-1, (-1, head_dim)).transpose(0, 1)
     query, key, value = qkv.split((len(qkv) - 2 * num_kv_heads, num_kv_heads, num_kv_heads))
     query, key = (_rotated(heads, rope_theta, first) for heads in (query, key))
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     x = x + F.linear(attended.transpose(0, 1).flatten(1), weights.output)
-    gate, up = F.linear(F.rms_norm(x, size, weights.mlp_norm, eps), weights.gate_up).chunk(2, -1)
+    gate, up = F.linear(normed(x, weights.mlp_norm), weights.gate_up).chunk(2, -1)
     x = x + F.linear(F.silu(gate) * up, weights.down)
-    return x, F.linear(F.rms_norm(x, size, weights.norm, eps), weights.lm_head)
+    last = normed(x, weights.norm)
+    return last if is_mtp else x, F.linear(last, weights.lm_head)
 
 
 def _rotated(heads: torch.Tensor, theta: float, first: int) -> torch.Tensor:
