@@ -3,8 +3,9 @@
     python -m bench.engine.head --rows 1,8,32 --accuracy 0.9,0.7,0.3
     python -m bench.engine.head --rows 1 --accuracy 0 --turns 5      what it costs where nothing it drafts holds
 
-The target counts (`common/models/shapes.py`), and the head has the shape of EAGLE-3's for it, with random weights: everything
-is computed, and then its token is replaced by the one that follows, or, behind a share of all tokens, by another one. Modes:
+The target counts (`common/models/shapes.py`), and the head has the shape of EAGLE-3's for it, or with --kind mtp that of an MTP
+layer, which drafts from the whole vocabulary. Its weights are random: everything is computed, and then its token is replaced by
+the one that follows, or, behind a share of all tokens, by another one. Modes:
 
     off      without proposals: the pace that the others are compared with
     bf16     the head's linears in bfloat16
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -31,7 +32,7 @@ from bench.engine.opening import PRECISIONS, open_runner
 from common.engine.board import HEAD_SLOTS, HeadSlots
 from common.engine.gpu import runner as runners
 from common.engine.gpu.head import DeviceHead
-from common.models.head_config import HeadSpec, usual_layers
+from common.models.head_config import HeadKind, HeadSpec, mtp_spec, usual_layers
 from common.models.head_layer import head_layer
 from common.models.head_weights import HeadTensors
 from common.models.spec import RopeSpec
@@ -66,11 +67,11 @@ class ReplayingHead(DeviceHead):
         advance_drafts(last, self._rows, self._board)
 
 
-def tensors_of(runner: Any, draft_vocab: int) -> HeadTensors:
-    """Return a head of EAGLE-3's shape for the runner's model: one of its layers, random."""
+def tensors_of(runner: Any, kind: HeadKind, draft_vocab: int) -> HeadTensors:
+    """Return a head for the runner's model: one of its layers, random. draft_vocab: tokens that one of EAGLE-3's proposes."""
     model, device, dtype = runner.decoder.config, runner.decoder.device, runner.decoder.dtype
     mixer, hidden, middle = model.layers[0].mixer, model.hidden_size, model.layers[0].mlp.intermediate_size
-    spec = HeadSpec(
+    eagle = HeadSpec(
         hidden_size=hidden,
         intermediate_size=middle,
         num_heads=mixer.num_heads,
@@ -83,6 +84,8 @@ def tensors_of(runner: Any, draft_vocab: int) -> HeadTensors:
         layers=usual_layers(model.num_layers),
     )
 
+    spec = eagle if kind == "eagle3" else mtp_spec(model)
+
     def made(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02)
 
@@ -91,18 +94,20 @@ def tensors_of(runner: Any, draft_vocab: int) -> HeadTensors:
 
     return HeadTensors(
         spec=spec,
-        fc=made(hidden, 3 * hidden),
+        fc=made(hidden, spec.fc_inputs),
         embedding_norm=ones(),
         feature_norm=ones(),
-        qkv=made(mixer.query_size + 2 * mixer.kv_size, 2 * hidden),
+        qkv=made(mixer.query_size + 2 * mixer.kv_size, spec.qkv_inputs),
         output=made(hidden, mixer.query_size),
         mlp_norm=ones(),
         gate_up=made(2 * middle, hidden),
         down=made(hidden, middle),
         norm=ones(),
-        lm_head=made(draft_vocab, hidden),
-        ids=torch.arange(draft_vocab),
+        lm_head=made(draft_vocab, hidden) if kind == "eagle3" else runner.decoder.head,
+        ids=torch.arange(spec.draft_vocab_size),
         embedding=runner.decoder.embedding,
+        input_norm=ones() if kind == "mtp" else None,
+        qkv_bias=made(mixer.query_size + 2 * mixer.kv_size) if spec.qkv_bias else None,
     )
 
 
@@ -124,7 +129,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--accuracy", type=_numbers(float), default=[0.8], help="of drafted tokens; several between commas")
     parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES), help=f"of {', '.join(MODES)}")
     parser.add_argument("--depth", type=int, default=7, help="tokens of a proposal, at most")
-    parser.add_argument("--draft-vocab", type=int, default=32_000, help="tokens that the head can propose")
+    parser.add_argument("--kind", default="eagle3", choices=list(get_args(HeadKind)), help="of the head")
+    parser.add_argument("--draft-vocab", type=int, default=32_000, help="tokens that a head of EAGLE-3's shape can propose")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--output", type=int, default=512, help="tokens of a row")
     parser.add_argument("--turns", type=int, default=3)
@@ -158,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
     passes: dict[str, str] = {}
     for mode in options.modes:
         if mode != "off":
-            tensors = tensors_of(runner, min(options.draft_vocab, runner.vocab_size))
+            tensors = tensors_of(runner, options.kind, min(options.draft_vocab, runner.vocab_size))
             decoder = runner.decoder
             runner.attach_head(head_layer(tensors, dtype=decoder.dtype, device=decoder.device, format=FORMATS[mode]))
         for accuracy in options.accuracy:

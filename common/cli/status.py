@@ -152,7 +152,7 @@ def _drafts(worker: Presence) -> str:
     """What a draft worker drafts with, for how many sequences, and how busy it is, or why it drafts nothing; the head of a
     decode worker; else empty."""
     if worker.worker.role == "decode" and worker.drafting.model:
-        return f"{worker.worker.id}: drafts with the head {worker.drafting.model}"
+        return f"{worker.worker.id}: drafts with a head: {worker.drafting.model}"
     if worker.worker.role != "draft":
         return ""
     if worker.drafting.problem:

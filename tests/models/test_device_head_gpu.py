@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from common.engine.load.layout import EngineConfig
 from common.engine.load.runners import load_runner
 from common.engine.plan import StepPlan, StepRow
-from common.models.head_folder import open_head
+from common.models.head_folder import open_head, own_head
 from common.models.head_layer import head_layer
-from common.models.head_weights import load_head
-from common.models.source import ModelFiles
+from common.models.head_weights import lm_head_rows, load_head
+from common.models.source import ModelFiles, resolve
 from common.protocol.messages import SamplingParams
 from tests.fixtures.head import write_head
+from tests.fixtures.mtp import write_mimo
 from tests.models.driver import GREEDY
 from tests.models.oracles import build, oracle_prompt, save
 from tests.models.test_device_head import Drafting, drafted, reference_drafts
@@ -30,19 +32,31 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return save(build("llama"), tmp_path_factory.mktemp("llama"))
 
 
-def on_gpu(files: ModelFiles, folder: Path | None = None) -> Any:
+def on_gpu(files: ModelFiles, folder: Path | None = None, *, own: bool = False) -> Any:
+    """folder: where a head of random weights is written to, which drafts; own: the model's MTP layer drafts."""
     engine = EngineConfig(device="cuda", dtype="float32", quantization="none", num_blocks=400, max_running=16, token_budget=512)
     runner: Any = load_runner(files, engine)
-    if folder is not None:
-        tensors = load_head(open_head(write_head(folder, files)), runner.decoder, files.name)
+    head = own_head(files) if own else None if folder is None else open_head(write_head(folder, files))
+    if head is not None:
+        tensors = load_head(head, runner.decoder, files.name)
         runner.attach_head(head_layer(tensors, dtype=torch.float32, device=runner.decoder.device))
     return runner
 
 
-def test_drafts_are_those_of_the_reference(files: ModelFiles, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    return resolve(str(write_mimo(tmp_path_factory.mktemp("model") / "mimo", useful=True)))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_drafts_are_those_of_the_reference(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
     """Behind a prompt, and behind verified rows and rows of one token, which have graphs."""
-    runner = on_gpu(files, tmp_path / "head")
-    tensors = load_head(open_head(tmp_path / "head"), runner.decoder, files.name)
+    files: ModelFiles = request.getfixturevalue("mimo" if kind == "mtp" else "files")
+    runner = on_gpu(files, tmp_path / "head", own=kind == "mtp")
+    head = own_head(files) if kind == "mtp" else open_head(tmp_path / "head")
+    assert head is not None
+    tensors = load_head(head, runner.decoder, files.name)
+    tensors = replace(tensors, lm_head=lm_head_rows(tensors))
     tensors = type(tensors)(**{name: _on_cpu(getattr(tensors, name)) for name in tensors.__slots__})
     prompt = oracle_prompt(length=21)
     states, noted, drafts = list[torch.Tensor](), list[torch.Tensor](), runner._head.draft
@@ -72,7 +86,9 @@ def _on_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-def test_texts_are_those_without_it(files: ModelFiles, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_texts_are_those_without_it(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
+    files: ModelFiles = request.getfixturevalue("mimo" if kind == "mtp" else "files")
     params = [
         SamplingParams(temperature=0.0, max_tokens=60),
         SamplingParams(temperature=0.7, seed=5, max_tokens=60),
@@ -83,7 +99,7 @@ def test_texts_are_those_without_it(files: ModelFiles, tmp_path: Path) -> None:
     def texts(world: World) -> list[list[int]]:
         return world.run([sequence_of(i, one, 3 + 40 * i) for i, one in enumerate(params)], lambda index: 5 * index)
 
-    world = Drafting(on_gpu(files, tmp_path / "head"))
+    world = Drafting(on_gpu(files, tmp_path / "head", own=kind == "mtp"))
     found = texts(world)
     assert found == texts(World(on_gpu(files)))
     assert world.proposers.by_source["head"].num_draft_tokens > 100

@@ -17,6 +17,7 @@ from common.cli.up import _checked
 from common.cli.up_settings import UpSettings
 from common.engine.engine import Engine
 from common.engine.load.head import attach_head
+from common.engine.plan import StepPlan, StepRow
 from common.models.config import config_from_json, load_config
 from common.models.head_config import mtp_spec, num_mtp_layers
 from common.models.head_folder import check_head, find_head, own_head
@@ -24,6 +25,7 @@ from common.models.source import ModelFiles, resolve
 from common.models.weights.inventory import take_inventory
 from common.models.weights.safetensors import SafetensorsWeights
 from common.protocol.errors import ConfigError
+from common.protocol.messages import SamplingParams
 from tests.fixtures.head import write_head
 from tests.fixtures.mtp import CONFIG, INDEX, edit_mtp, read_shards, write_mimo, write_shards
 from tests.fixtures.tiny_model import edit_config
@@ -134,6 +136,25 @@ def test_what_is_wrong_with_it_is_one_line_and_serving_goes_on(
         attach_head(engine, "auto", max_sequences=2)
     assert runner.head is None and not engine.head
     assert [why in line["reason"] for line in logs if line["event"] == "no_head"] == [True]
+
+
+def test_a_quantised_model_whose_layer_is_plain_drafts_with_it(tmp_path: Path) -> None:
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    folder = write_mimo(tmp_path / "mimo", quantization_config=quantization)
+    tensors = read_shards(folder)
+    for name in [name for name in tensors if name.startswith("model.layers.") and name.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+    write_shards(folder, tensors)
+    model = resolve(str(folder))
+    check_model(str(folder))
+    runner: Any = open_runner(model, num_blocks=20)
+    engine = Engine(runner, None, files=model)  # type: ignore[arg-type]
+    attach_head(engine, "auto", max_sequences=2)
+    assert engine.head == "MTP layer of mimo"
+    row = StepRow([3, 4, 5], 0, [0], 1, SamplingParams(temperature=0.0), 3, serial=0, drafts=2)
+    (found,) = runner.execute(StepPlan(0, [row])).rows
+    assert found.drafted is not None and len(found.drafted.tokens) == 2
 
 
 def test_a_shard_that_is_cut_short_is_one_line(model: ModelFiles) -> None:
