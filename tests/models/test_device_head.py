@@ -94,6 +94,34 @@ def test_drafts_of_an_mtp_layer_are_those_of_the_reference(tmp_path: Path, chunk
     check_drafts(files, head, chunk)
 
 
+def test_a_models_own_layer_drafts_and_texts_are_the_same(tmp_path: Path) -> None:
+    """`auto` takes it on a GPU, and a step ahead it drafts what the model says; without it there is no head."""
+    files = resolve(str(write_mimo(tmp_path / "mimo", useful=True)))
+
+    def sequences() -> list[Sequence]:
+        params = [SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temperature=0.7, seed=5, max_tokens=12)]
+        return [sequence_of(index, one, 5 + 6 * index) for index, one in enumerate(params)]
+
+    runner: Any = device_runner(files)
+    engine = Engine(runner, None, on_gpu=True, files=files)  # type: ignore[arg-type]
+    attach_head(engine, "off", max_sequences=2)
+    assert runner._head is None and engine.head_slots is None
+    plain = World(runner).run(sequences())
+    attach_head(engine, "auto", max_sequences=2)
+    assert runner._head is not None and engine.head == "MTP layer of mimo" and engine.head_slots is not None
+    world = Drafting(runner)
+    assert world.run(sequences()) == plain
+    counters = world.proposers.by_source["head"]
+    assert counters.num_accepted_tokens > 0.5 * counters.num_draft_tokens > 4
+
+
+def test_auto_takes_no_shipped_head(files: ModelFiles) -> None:
+    runner: Any = device_runner(files)
+    engine = Engine(runner, None, on_gpu=True, files=files)  # type: ignore[arg-type]
+    attach_head(engine, "auto", max_sequences=2)
+    assert runner._head is None and not engine.head
+
+
 def check_drafts(files: ModelFiles, head: HeadFiles, chunk: int) -> None:
     """Behind a prompt in one part and in several; behind verified tokens of which some hold, beside a row without drafts."""
     runner = device_runner(files)

@@ -5,7 +5,7 @@ What it drafts changes no token, useful or not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
+from common.engine.cpu.head import Head
 from common.engine.engine import Engine
 from common.engine.load.head import attach_head
-from common.engine.plan import StepPlan, StepRow
+from common.engine.plan import RowSamples, StepPlan, StepRow
 from common.engine.sequence import Sequence
 from common.models.head_folder import own_head
 from common.models.head_tensors import MTP_PREFIX
@@ -30,7 +31,7 @@ from services.decode.proposers import Proposers
 from services.decode.speculation import DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
 from tests.fixtures.head import write_head
-from tests.fixtures.mtp import CONFIG, read_shards, write_mimo
+from tests.fixtures.mtp import CONFIG, edit_mtp, read_shards, write_mimo
 from tests.models.driver import GREEDY, Request, open_runner, run
 from tests.models.oracles import greedy_choices, oracle_prompt
 from tests.models.test_device_lookup_step import World, sequence_of
@@ -138,6 +139,36 @@ def test_drafts_are_those_of_the_reference(mimo: ModelFiles, dtype: str, chunk: 
     (again,) = site.step(StepRow(samples.tokens, 37, blocks, 1, GREEDY, len(prompt), serial=7, drafts=4))
     tokens = [*prompt[1:], *samples.tokens, *again.tokens]
     assert is_right(site.tensors, torch.cat([*states, *site.states]), tokens, again.drafted.tokens)
+
+
+def test_columns_of_very_different_size_are_told_apart(mimo: ModelFiles) -> None:
+    """Norms may make some channels thousands of times as large as others, and the first linear makes up for it."""
+    site = Site(mimo, None)
+    size = torch.ones(64)
+    size[3], size[50] = 3000.0, 1e-3
+    tensors = replace(
+        site.tensors,
+        fc=site.tensors.fc / torch.cat((size, size.flip(0))),
+        feature_norm=site.tensors.feature_norm * size,
+        embedding_norm=site.tensors.embedding_norm * size.flip(0),
+    )
+    head = Head(tensors, max_sequences=1, threads=1)
+    states, prompt = torch.randn(20, 64, generator=torch.Generator().manual_seed(1)), oracle_prompt(length=20)
+    samples = RowSamples([5])
+    head.draft([StepRow(prompt, 0, [0], 1, GREEDY, 20, serial=0, drafts=3)], [samples], states.numpy(), [0])
+    assert samples.drafted is not None and len(samples.drafted.tokens) == 3
+    assert is_right(site.tensors, states, [*prompt[1:], 5], samples.drafted.tokens)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_a_layer_whose_numbers_overflow_proposes_nothing(tmp_path: Path, dtype: str) -> None:
+    files = resolve(str(write_mimo(tmp_path / "mimo")))
+    edit_mtp(files.path, input_proj__weight=torch.full((64, 128), 3e38))
+    runner: Any = open_runner(files, num_blocks=20, dtype=dtype)
+    attach_head(Engine(runner, None, files=files), "auto", max_sequences=4)  # type: ignore[arg-type]
+    row = StepRow([3, 4, 5], 0, [0], 1, GREEDY, 3, serial=0, drafts=2)
+    (found,) = runner.execute(StepPlan(0, [row])).rows
+    assert found.tokens[0] >= 0 and found.drafted is not None and not found.drafted.tokens
 
 
 @dataclass
