@@ -14,6 +14,7 @@ from collections.abc import Callable
 import anyio
 from anyio.abc import TaskGroup
 
+from common.engine.shares import MAX_PRIORITY
 from common.protocol.errors import Overloaded, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
@@ -142,6 +143,7 @@ class Canary:
             prompt=PROMPT,
             sampling=SamplingParams(temperature=0.0, max_tokens=2),
             deadline_s=self._timeout_s,
+            priority=-MAX_PRIORITY,  # a few tokens, ahead of long prompts: behind them it would miss its deadline
         )
         stream = self._generate(request, "prefill" if worker.role == "prefill" else "direct", worker)
         await end_of(stream)

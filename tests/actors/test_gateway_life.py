@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from common.engine.shares import MAX_PRIORITY
 from common.protocol import errors
 from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig
@@ -30,6 +31,16 @@ async def test_not_ready_while_requests_fail() -> None:
         at.decode[0].mute = False
         await at.until(lambda: at.gateway.ready)
         assert not at.gateway.cores[0].obstacle
+
+
+async def test_a_canary_has_the_first_turn_at_its_worker() -> None:
+    """Behind a long prompt it would miss its deadline, and a worker that is busy would be quarantined."""
+    async with site(canary=True) as at:
+        await at.until(lambda: at.gateway.ready)
+        by_prefill = at.prefill[0].tasks
+        handed_off = {canary.request for canary in by_prefill}
+        direct = [canary for canary in at.decode[0].tasks if canary.request not in handed_off]
+        assert [canary.priority for canary in (*by_prefill, *direct)] == [-MAX_PRIORITY, -MAX_PRIORITY]
 
 
 async def test_a_canary_for_a_worker_that_is_lost_ends_at_once() -> None:

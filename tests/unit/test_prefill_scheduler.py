@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.engine.plan import NO_TOKEN
 from common.engine.sequence import Sequence
+from common.engine.shares import MAX_PRIORITY
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.prefill.scheduler import PrefillScheduler
-from tests.unit.scheduling import MAX_CONTEXT, Bench, Pipeline, sequence
+from tests.unit.scheduling import MAX_CONTEXT, VOCAB, Bench, Pipeline, generation, sequence
 
 
 def scheduler_on(bench: Bench, *, token_budget: int = 8, max_running: int = 8) -> PrefillScheduler:
@@ -101,6 +103,20 @@ def test_a_short_prompt_overtakes_a_long_one_and_the_long_one_ages_to_the_front(
     plan = scheduler.plan(10.0)
     assert plan is not None
     assert len(plan.rows[0].tokens) == scheduler.token_budget
+
+
+def test_what_has_the_least_priority_does_not_wait_for_a_long_prompt_of_any_age() -> None:
+    """A canary, for instance, on a machine that computes fewer tokens a second than age makes up for."""
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    scheduler.admit(sequence("long", list(range(3, 103))), 0.0)
+    canary = Sequence.of(
+        msgspec.structs.replace(generation("canary", [1, 2, 3, 4]), priority=-MAX_PRIORITY),
+        vocab_size=VOCAB,
+        max_context=MAX_CONTEXT,
+    )
+    scheduler.admit(canary, 300.0)
+    assert step(bench, scheduler, 300.0) == [canary]
 
 
 def test_refusals_take_nothing() -> None:
