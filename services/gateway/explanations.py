@@ -78,7 +78,7 @@ def record_of(request: Request, model: str, now: float) -> Ended:
         request.history,
         request.state,
         now,
-        request.first_token_at,
+        0.0 if request.given else request.first_token_at,
         request.silence.progressed_at,
         request.prompt_tokens + len(request.given),
         max(transcript.cached_tokens, 0),

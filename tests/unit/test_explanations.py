@@ -129,8 +129,13 @@ def test_the_reading_of_a_prompt_is_found_with_its_answer_or_alone() -> None:
 def test_a_prompt_that_is_read_is_told_whole() -> None:
     wanted = GenerationRequest(id="r-prompt", prompt=PROMPT[:1], given=PROMPT[1:], sampling=SamplingParams(), deadline_s=60.0)
     request = Request(wanted, wire_id="r-prompt/1/1", gateway=GATEWAY, limits=Limits(), now=1.0, wall_ms=1000, only=None)
+    request.place(P1, None, 1.1)
+    request.accepted(P1, 1, 1.2)
+    request.frame(P1, frame(request, 0, PROMPT[1:]), 1.5)
+    assert request.first_token_at == 1.5
     one = told(request, now=2.0)
     assert (one.prompt_tokens, one.output_tokens) == (len(PROMPT), 0)
+    assert one.first_token_ms is None and "first token" not in [event.event for event in one.events], "nothing was generated"
 
 
 def test_a_tenant_finds_its_own_alone() -> None:
