@@ -50,6 +50,8 @@ class Progress:
 
 AGING_TOKENS_PER_STEP = 64
 """Prompts with the fewest tokens left go first; each step that one waits counts as so many tokens less: none waits for ever."""
+PRIORITY_TOKENS = 5120
+"""Each step of priority counts as so many tokens more: as many as PRIORITY_STEP_S of age take off at a prefill worker."""
 
 
 class DecodeScheduler:
@@ -230,8 +232,9 @@ class DecodeScheduler:
         return sequence.may_go_on(self.max_context) and (not sequence.num_awaited or sequence.planned_step == self._step)
 
     def _remaining(self, sequence: Sequence) -> int:
-        """Return the tokens to compute of a prompt, less what its age makes up for."""
-        return sequence.num_unplanned - (self._step - sequence.admitted_step) * AGING_TOKENS_PER_STEP
+        """Return the tokens to compute of a prompt, less what its age and priority make up for."""
+        age_tokens = (self._step - sequence.admitted_step) * AGING_TOKENS_PER_STEP
+        return sequence.num_unplanned - age_tokens + sequence.generation.priority * PRIORITY_TOKENS
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
         """Take the oldest step's result: keep what was accepted, free what finished or was cancelled meanwhile."""

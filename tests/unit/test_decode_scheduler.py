@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,6 +145,22 @@ def test_decoding_goes_on_while_a_long_prompt_prefills() -> None:
     run(bench, scheduler)
     assert_right(bench, short)
     assert_right(bench, long)
+
+
+def test_of_two_prompts_the_one_of_lower_priority_is_computed_first_and_the_other_still_runs() -> None:
+    """Where no prefill worker computes prompts, it is here that one waits behind another."""
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    early, late = sequence("early", list(range(3, 83)), max_tokens=2), sequence("late", list(range(103, 203)), max_tokens=2)
+    late.generation = msgspec.structs.replace(late.generation, priority=-1)
+    for s in (early, late):
+        scheduler.admit(s)
+    while not late.num_outputs:
+        step(bench, scheduler)
+    assert not early.num_outputs
+    run(bench, scheduler)
+    for s in (early, late):
+        assert_right(bench, s)
 
 
 def test_prompts_are_parted_at_the_same_places_however_many_rows_decode() -> None:
