@@ -176,10 +176,12 @@ class LookedUp(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a row took from the board: `tokens`, which it verifies; there were `num_there` that it could have."""
+    """What a row took from the board: `tokens`, which it verifies; there were `num_there` that it could have. is_cut: a head
+    drafted no more of them, since a logit was not finite."""
 
     tokens: list[int]
     num_there: int
+    is_cut: bool = False
 
 
 class DraftPass(NamedTuple):

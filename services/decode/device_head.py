@@ -238,7 +238,7 @@ class DeviceHeadDrafts:
         if text is None:
             return
         proposed = 0 if taken is None else len(taken.tokens)
-        self.num_invalid += taken is not None and not taken.num_there  # its logits were not finite
+        self.num_invalid += taken is not None and taken.is_cut
         text.asleep = max(0, text.asleep - (len(sequence.tokens) - text.known))
         text.known = len(sequence.tokens)
         for place in range(min(proposed, accepted + 1)):

@@ -198,7 +198,7 @@ class SpeculationTelemetry(Collector):
             ),
             (
                 "penstock_speculation_head_invalid_logits",
-                "Drafts of the head without a token, since its logits were not finite",
+                "Drafts of the head that ended early, since its logits were not finite",
                 head.num_invalid,
             ),
         ):

@@ -61,7 +61,7 @@ def prepared(given: Site, rows: list[HeadRow], *, on_kernel: bool) -> Site:
 def line(board: torch.Tensor, context: int) -> tuple[int, list[int]]:
     """The start and the tokens of a context's line."""
     words = board[context].tolist()
-    return words[0], words[1 + LINES :][: words[1]]
+    return words[0], words[1 + LINES :][: abs(words[1])]
 
 
 @pytest.mark.parametrize("on_kernel", [False, True])
@@ -98,6 +98,7 @@ def test_a_row_goes_on_from_the_last_token_that_holds(on_kernel: bool) -> None:
         assert draws.position[:3].tolist() == [25 + step, 0, 4 + step]
     assert line(found.board, 3) == (21, [11, 12, 13, 14, 14])
     assert line(found.board, 1) == (2, [90]), "a logit that is not finite ends the line"
+    assert found.board[:4, 1].tolist() == [0, -1, 0, 5], "and says so"
 
 
 @pytest.mark.parametrize("on_kernel", [False, True])

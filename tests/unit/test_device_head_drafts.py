@@ -186,10 +186,12 @@ def test_a_row_has_room_for_what_is_drafted_behind_the_one_before() -> None:
     assert not head.chances(constrained), "penalties depend on what holds"
 
 
-def test_what_is_not_posted_is_counted() -> None:
+def test_only_logits_that_are_not_finite_are_counted() -> None:
+    """Nothing is posted behind a text that ends, either, or behind steps of many rows."""
     head = DeviceHeadDrafts(SpeculationPolicy(max_tokens=4, max_step_tokens=256, costs=flat_costs()), HeadSlots())
     s = sequence("a", [1, 2, 3])
     head.open(s)
+    head.record(s, Taken([], 0, is_cut=True), 0)
     head.record(s, Taken([], 0), 0)
     head.record(s, None, 0)
     assert head.num_invalid == 1

@@ -25,8 +25,8 @@ class TakenReport(NamedTuple):
         """Tell each row what it has taken. The step has run."""
         found: list[list[int]] = self.words.tolist()
         for index, slot in self.slots.items():
-            num_taken, num_there, *tokens = found[slot]
-            rows[index].taken = Taken(tokens[:num_taken], num_there)
+            num_taken, num_there, is_cut, *tokens = found[slot]
+            rows[index].taken = Taken(tokens[:num_taken], num_there, bool(is_cut))
 
 
 class DeviceBoard:

@@ -49,8 +49,9 @@ def prepare_rows(
 
 
 def advance_drafts(drafted: torch.Tensor, rows: DraftRows, board: torch.Tensor) -> None:
-    """drafted: int64 [rows], what was drawn behind each row, -1 where a logit was not finite. It goes on the board, unless the
-    row's line ended before, and is the row's token in the next pass."""
+    """drafted: int64 [rows], what was drawn behind each row, -1 where a logit was not finite: then the row's line ends there,
+    and its length becomes negative. Else it goes on the board, unless the line has ended, and is the row's token in the next
+    pass."""
     if on_device(drafted):
         from common.ops.drafting.head_rows_triton import advance_drafts_triton
 
@@ -108,6 +109,8 @@ def advance_drafts_reference(drafted: torch.Tensor, rows: DraftRows, board: torc
         if context == NO_CONTEXT:
             continue
         if token < 0:
+            if length < LINE_TOKENS:
+                board[context, 1] = -length
             rows.lengths[index] = LINE_TOKENS
         elif length < LINE_TOKENS:
             board[context, 1 + LINES + length] = token

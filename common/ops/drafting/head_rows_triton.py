@@ -150,6 +150,8 @@ def advance_drafts_kernel(
     appends = is_active & (token >= 0) & (length < LINE_TOKENS)
     tl.store(line + 1 + LINES + length, token.to(tl.int32), mask=appends)
     tl.store(line + 1, length + 1, mask=appends)
+    ends = is_active & (token < 0) & (length < LINE_TOKENS)
+    tl.store(line + 1, -length, mask=ends)
     length = tl.where(appends, length + 1, tl.where(token < 0, LINE_TOKENS, length))
     tl.store(lengths + index, length, mask=is_active)
 

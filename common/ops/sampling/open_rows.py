@@ -122,14 +122,18 @@ def _take(inputs: StepInputs, posted: int, keep: int, start: int, came: list[int
     """Return what a row verifies of what is on the board, with zeros behind it, and report it."""
     words: list[int] = inputs.board[posted].tolist()
     behind: list[int] = []
+    is_cut = False
     for number, length in enumerate(words[1 : 1 + LINES]):
         begin = 1 + LINES + number * LINE_TOKENS
-        line = words[begin : begin + length]
-        if words[0] == start and line[: len(came)] == came and len(line) - len(came) > len(behind):
+        line = words[begin : begin + abs(length)]
+        if words[0] != start or line[: len(came)] != came:
+            continue
+        is_cut |= length < 0
+        if len(line) - len(came) > len(behind):
             behind = line[len(came) :]
     taken = behind[:room]
     inputs.proposals[keep, : len(taken)] = torch.tensor(taken, dtype=torch.int32)
     inputs.num_proposed[keep] = len(taken)
-    report = [len(taken), len(behind), *behind]
+    report = [len(taken), len(behind), int(is_cut), *behind]
     inputs.taken[posted, : len(report)] = torch.tensor(report, dtype=torch.int32)
     return [*taken, *[0] * (room - len(taken))]

@@ -78,12 +78,13 @@ def settle_open_rows_kernel(
         taken += posted * TAKEN_WORDS
         line = tl.arange(0, LINES)
         j = tl.arange(0, LINE_TOKENS)
-        lengths = tl.load(board + 1 + line)
-        lengths = tl.where(tl.load(board) == start, tl.minimum(lengths, LINE_TOKENS), 0)
+        written = tl.load(board + 1 + line)
+        lengths = tl.where(tl.load(board) == start, tl.minimum(tl.abs(written), LINE_TOKENS), 0)
         texts = tl.load(board + 1 + LINES + line[:, None] * LINE_TOKENS + j[None, :])
         came = tl.load(sampled + feed + j, mask=j <= accepted, other=0)
         differs = (j[None, :] <= accepted) & (texts != came[None, :])
-        left = tl.where(tl.max(differs.to(tl.int32), 1) == 0, tl.maximum(lengths - accepted - 1, 0), 0)
+        agrees = tl.max(differs.to(tl.int32), 1) == 0
+        left = tl.where(agrees, tl.maximum(lengths - accepted - 1, 0), 0)
         best = tl.max(left * LINES + LINES - 1 - line)
         num_there = best // LINES
         chosen = LINES - 1 - best % LINES
@@ -96,6 +97,7 @@ def settle_open_rows_kernel(
         tl.store(num_proposed + keep, num_taken)
         tl.store(taken, num_taken)
         tl.store(taken + 1, num_there)
+        tl.store(taken + 2, tl.max((agrees & (lengths > accepted) & (written < 0)).to(tl.int32)))
         tl.store(taken + TAKEN_HEADER + i, behind, mask=i < num_there)
     tl.store(tokens + first, token)
     tl.store(feeds + first, tl.full((), -1, tl.int64))
