@@ -355,13 +355,15 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _reporting(folder: Path, total: int, report: Progress) -> Iterator[None]:
-    """Reports how much `folder` grows while the body runs: neither pip nor the hub client says so in a stable way."""
+    """Reports how much `folder` grows while the body runs: neither pip nor the hub client says so in a stable way. Files of
+    their own that come and go take nothing back."""
     before = _folder_bytes(folder)
     finished = threading.Event()
 
     def watch() -> None:
+        done = 0
         while not finished.wait(_POLL_S):
-            done = max(0, _folder_bytes(folder) - before)
+            done = max(done, _folder_bytes(folder) - before)
             report(min(done, total) if total else done, total)
 
     watcher = threading.Thread(target=watch, name="pull-progress", daemon=True)
