@@ -33,6 +33,7 @@ class DirectCopies:
     def __init__(self, ring: StageRing, streams: Mapping[Operation, Sequence[torch.cuda.Stream]]) -> None:
         self._ring, self._streams = ring, streams
         self._launch_locks: dict[Operation, threading.Lock] = {"read": threading.Lock(), "write": threading.Lock()}
+        self._reads_in_turn = threading.Lock()
 
     def copy(
         self, pool: torch.Tensor, blocks: NDArray[np.int64], addresses: NDArray[np.int64], operation: Operation
@@ -44,7 +45,10 @@ class DirectCopies:
         """
         assert len(blocks) == len(addresses) and (not len(blocks) or (blocks.min() >= 0 and blocks.max() < len(pool)))
         places = pool.data_ptr() + blocks * pool.shape[1]
-        return self._in_parts(pool, blocks, (places, addresses) if operation == "write" else (addresses, places), operation)
+        if operation == "write":
+            return self._in_parts(pool, blocks, (places, addresses), operation)
+        with self._reads_in_turn:  # side by side they are slower, all together (docs/performance.md)
+            return self._in_parts(pool, blocks, (addresses, places), operation)
 
     def checksums(self, pool: torch.Tensor, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the checksums of blocks. Otherwise as `copy`."""

@@ -4,8 +4,11 @@ in one call where some of it is."""
 from __future__ import annotations
 
 import mmap
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,6 +140,36 @@ def test_copies_of_many_requests_do_not_mix(stage: HostStage, pool: torch.Tensor
     found = pool.cpu().numpy()
     assert (found[into] == memory[into]).all() and (memory[out] == content[out]).all() and (found[out] == content[out]).all()
     stage.pinned.unpin(memory.ctypes.data)
+
+
+def test_copies_out_of_a_gpu_are_made_in_turn(stage: HostStage, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch):
+    """Those into it side by side: a request waits for them, and they don't slow each other down."""
+    assert stage.pinned is not None
+    stage.pinned.pin(memory.ctypes.data, memory.nbytes)
+    copy, running, most = direct_copies.DirectCopies._in_parts, list[str](), dict[str, int]()
+    both = threading.Barrier(2)
+
+    def noting(self: direct_copies.DirectCopies, *given: Any) -> Any:
+        operation = given[-1]
+        running.append(operation)
+        most[operation] = max(most.get(operation, 0), running.count(operation))
+        if operation == "write":
+            both.wait(10)
+        else:
+            time.sleep(0.05)
+        try:
+            return copy(self, *given)
+        finally:
+            running.remove(operation)
+
+    monkeypatch.setattr(direct_copies.DirectCopies, "_in_parts", noting)
+    blocks = range(NUM_BLOCKS)
+    with ThreadPoolExecutor(2) as threads:
+        out = [threads.submit(stage.groups[0].read, blocks, CopyOut(memory, blocks)) for _ in range(2)]
+        sums = [one.result(30)[0] for one in out]
+        into = [threads.submit(stage.groups[0].write, blocks, CopyIn(memory, blocks, sums[0])) for _ in range(2)]
+        assert [one.result(30) for one in into] == [NUM_BLOCKS, NUM_BLOCKS]
+    assert sums[0] == sums[1] and most == {"read": 1, "write": 2}
 
 
 @pytest.mark.usefixtures("pinned")
