@@ -16,7 +16,7 @@ _DONE = {"read": "read", "write": "written"}
 
 def kv_lines(workers: Sequence[Presence]) -> list[str]:
     """Return lines of at most `MAX_COLUMNS` columns: first of all workers together, then of each that has something to tell."""
-    lines = [line for line in (_prefixes(workers), _hand_offs(workers)) if line]
+    lines = [line for line in (_prefixes(workers), _hand_offs(workers), *_others_again(workers)) if line]
     for worker in workers:
         told = [*_groups(worker), *map(_path, worker.traffic.paths), *_leases(worker.traffic), *_unreachable(worker)]
         lines += [_of(worker.worker.id, one) for one in told]
@@ -52,12 +52,20 @@ def _prefixes(workers: Sequence[Presence]) -> str:
 
 def _hand_offs(workers: Sequence[Presence]) -> str:
     """What came over hand-offs, and what was computed again instead."""
-    received, cached, again = (_total(workers, name) for name in ("received_tokens", "cached_tokens", "recomputed_tokens"))
+    received, cached, drafted = (_total(workers, name) for name in ("received_tokens", "cached_tokens", "drafted_tokens"))
+    again = _total(workers, "recomputed_tokens") - _total(workers, "preempted_tokens") - drafted
     total = received + cached + again
     if not total:
         return ""
     size, kept = size_text(_total(workers, "received_bytes")), f", {short(cached)} cached" if cached else ""
     return f"hand-off: {short(received)} tokens received ({size}){kept}, {short(again)} recomputed ({again / total:.1%})"
+
+
+def _others_again(workers: Sequence[Presence]) -> list[str]:
+    """What was computed again for other reasons."""
+    reasons = {"preempted_tokens": "of preempted sequences", "drafted_tokens": "for the hidden states that a head reads"}
+    counts = {said: _total(workers, field) for field, said in reasons.items()}
+    return [f"recomputed {said}: {short(count)} tokens" for said, count in counts.items() if count]
 
 
 def _path(path: PathTraffic) -> str:

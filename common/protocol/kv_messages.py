@@ -23,7 +23,8 @@ class KvTraffic(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     received, and the tokens that were in its own cache already (`cached_tokens`).
 
     `recomputed_tokens`: computed although their KV had been computed before: the hand-off failed, the request moved here from a
-    worker that died, or its blocks were given to others. `leases`: held on its blocks now; the oldest since `oldest_lease_s`.
+    worker that died, or its blocks were given to others (`preempted_tokens` of them), or a head needs their hidden states
+    (`drafted_tokens`). `leases`: held on its blocks now; the oldest since `oldest_lease_s`.
     """
 
     paths: list[PathTraffic] = []
@@ -36,5 +37,7 @@ class KvTraffic(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     received_bytes: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    preempted_tokens: int = 0
+    drafted_tokens: int = 0
     leases: int = 0
     oldest_lease_s: float = 0.0

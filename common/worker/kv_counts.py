@@ -6,6 +6,7 @@ a hand-off          ─► received ─► what is missing is computed again, an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
@@ -56,7 +57,8 @@ class KvCounts:
         self._by_tier: dict[Tier, int] = dict.fromkeys(get_args(Tier), 0)
         for tier in self._by_tier:
             self._hits.labels(tier)
-        self._num_looked_up = self._num_received = self._num_bytes = self._num_recomputed = self._num_cached = 0
+        self._num_looked_up = self._num_received = self._num_bytes = self._num_cached = 0
+        self._again: Counter[str] = Counter()
 
     def looked_up(self, num_tokens: int) -> None:
         """A prompt of so many tokens is to be computed here."""
@@ -90,7 +92,7 @@ class KvCounts:
         """Tokens were computed again. `reason`: `moved` (the request was continued from another worker), `preempted`, `drafted`
         (a head needs their hidden states), or the code with which a hand-off failed."""
         self._recomputed.labels(reason).inc(num_tokens)
-        self._num_recomputed += num_tokens
+        self._again[reason] += num_tokens
 
     def traffic(self) -> KvTraffic:
         """Return what a heartbeat says of all this."""
@@ -105,7 +107,9 @@ class KvCounts:
             received_tokens=self._num_received,
             received_bytes=self._num_bytes,
             cached_tokens=self._num_cached,
-            recomputed_tokens=self._num_recomputed,
+            recomputed_tokens=self._again.total(),
+            preempted_tokens=self._again[PREEMPTED],
+            drafted_tokens=self._again[DRAFTED],
             leases=len(ages),
             oldest_lease_s=round(max(ages, default=0.0), 1),
         )

@@ -107,6 +107,7 @@ def test_what_a_head_wants_computed_again_is_told_apart(tmp_path: Path) -> None:
         await world.all_ended()
         said = traffic(world, DecodeActor)
         assert (said.received_tokens, said.recomputed_tokens) == (61, 19), "the first token of the answer has no KV yet"
+        assert (said.drafted_tokens, said.preempted_tokens) == (19, 0)
         assert value(decode, "penstock_kv_recomputed_tokens_total", reason="drafted") == 19
         events = records(world, "request-1")["decode"].events
         steps = [(event.name, event.num_tokens) for event in events if event.name in ("chunk", "first step")]
@@ -172,7 +173,7 @@ def test_who_loses_its_blocks_shows_as_recomputed(tmp_path: Path) -> None:
         ]
         assert len(preempted) == decode.scheduler.num_preemptions
         lost = sum(dict(event.facts)["recomputed_tokens"] for event in preempted)
-        assert lost == traffic(world, DecodeActor).recomputed_tokens
+        assert lost == traffic(world, DecodeActor).recomputed_tokens == traffic(world, DecodeActor).preempted_tokens
 
     play(tmp_path, story, (), num_blocks=64)
 

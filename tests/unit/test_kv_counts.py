@@ -227,7 +227,9 @@ def test_status_tells_of_kv_within_eighty_columns() -> None:
         received_tokens=huge,
         received_bytes=huge,
         cached_tokens=huge,
-        recomputed_tokens=huge,
+        recomputed_tokens=3 * huge,
+        preempted_tokens=huge,
+        drafted_tokens=huge,
         leases=123_456,
         oldest_lease_s=98765.4,
     )
@@ -239,6 +241,8 @@ def test_status_tells_of_kv_within_eighty_columns() -> None:
     assert max(map(len, lines)) <= 80, lines
     assert lines[0] == "prefixes: 98% of 999G tokens found (own 50%, kvstore 25%, disk 12%, remote 10%)"
     assert lines[1] == "hand-off: 999G tokens received (930.4 GiB), 999G cached, 999G recomputed (33.3%)"
+    assert lines[2] == "recomputed of preempted sequences: 999G tokens"
+    assert lines[3] == "recomputed for the hidden states that a head reads: 999G tokens"
     assert any(line.endswith("…: shm read 930.4 GiB at 9.99 GB/s, 1,234 failed") for line in lines)
     assert any(line.endswith("kvstore written 2.2 KiB") for line in lines)
     assert any(line.endswith("123,456 leases held, the oldest for 98765.4 s") for line in lines)
