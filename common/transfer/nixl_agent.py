@@ -17,8 +17,9 @@ from common.protocol.errors import ConfigError, TransportUnavailable
 
 PROGRESS_EVERY_US = 1000
 """Pause of the progress thread between two looks at its connections when nothing moves."""
-TCP_SEGMENT = "256k"
-"""UCX's own is 8 KiB: a system call for each of those is what TCP would spend its time on (docs/decisions/0104)."""
+TCP_SEGMENT = "64k"
+"""What UCX sends at once over TCP; its own is 8 KiB. No more than every receiver takes: one with less room would wait for ever
+(docs/decisions/0104)."""
 _BACKEND = "UCX"
 _NVIDIA, _DISPLAY = 0x10DE, 0x03
 """A vendor, and a class of devices, of PCI."""
@@ -38,8 +39,7 @@ class NixlAgent:
         for variable, value in (("UCX_NET_DEVICES", interface), ("UCX_TLS", ucx_transports(transports))):
             if value:
                 os.environ[variable] = value
-        for variable in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
-            os.environ.setdefault(variable, TCP_SEGMENT)
+        os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", TCP_SEGMENT)
         self._registered: list[np.ndarray] = []
         config = self._bindings.nixlAgentConfig()
         config.useProgThread = True
