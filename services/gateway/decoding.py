@@ -51,7 +51,7 @@ def joined(fields: Mapping[str, Any]) -> bytes:
     return b"{" + b",".join([msgspec.json.encode(name) + b":" + bytes(raw) for name, raw in fields.items()]) + b"}"
 
 
-def _with_integers(raw: bytes | Raw, kind: type) -> bytes:
+def _with_integers(raw: bytes | Raw, kind: Any) -> bytes:
     """Rewrite floats without a fraction as integers, in `raw` or the members of an object that hold no other numbers."""
     names = _integer_members(kind)
     if names is None:

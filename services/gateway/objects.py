@@ -81,7 +81,8 @@ class Objects(Generic[_T]):
         self._required = required or {}
         self._numbered = numbered
         self._one = msgspec.json.Decoder(kind)
-        self._many = msgspec.json.Decoder(list[kind])
+        many: Any = list[kind]
+        self._many: msgspec.json.Decoder[list[_T]] = msgspec.json.Decoder(many)
 
     # -- small
 
