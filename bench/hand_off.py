@@ -105,7 +105,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--between-hosts", action="store_true", help="hand-offs over NIXL, too")
     parser.add_argument("--nixl-transports", default="tcp", help="UCX_TLS of these; empty: UCX chooses")
     parser.add_argument("--only", default="", help="a part of the names of arrangements to run")
-    parser.add_argument("--flag", action="append", default=[], metavar="--NAME=VALUE", help="for `penstock up`")
+    parser.add_argument("--flag", action="append", default=[], metavar="--NAME=VALUE", help="for `penstock up` and workers")
     return parser.parse_args(argv)
 
 

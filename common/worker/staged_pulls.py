@@ -1,7 +1,7 @@
 """The reader's side of hand-offs from workers of other hosts: blocks that are read where they are, or that their owner stages.
 
     pull ─► the owner's blocks are in host memory: read from there
-         └► in a GPU's: for some MiB at a time, two at once, StageLeased ─► read over NIXL ─► checksums ─► own blocks
+         └► in a GPU's: for some MiB at a time, several at once, StageLeased ─► read over NIXL ─► checksums ─► own blocks
                             └ no room at the owner: asked again after a pause, and given up after `nixl_timeout_s`
 
 Own blocks may be in a GPU's memory, too. What one reader asks an owner for at once is bounded here, by what the owner allows.

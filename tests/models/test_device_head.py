@@ -7,7 +7,7 @@ tokens (`test_device_lookup_step.Chain`), and hidden states are made up.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from services.decode.speculation import DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
 from tests.fixtures.head import edit_tensors, write_head
 from tests.fixtures.mtp import write_mimo
+from tests.models.drafting_world import DraftingWorld
 from tests.models.driver import GREEDY
 from tests.models.oracles import oracle_prompt
 from tests.models.test_device_lookup_step import VOCAB, Chain, World, sequence_of
@@ -196,10 +197,8 @@ def test_a_context_that_begins_in_the_middle_or_runs_over_drafts_on(
 
 
 @dataclass
-class Drafting(World):
+class Drafting(DraftingWorld):
     """Drafts are verified as a decode worker has them verified, whether that pays or not."""
-
-    proposers: Proposers = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,18 +207,6 @@ class Drafting(World):
         scheduler, proposers = self.scheduler, self.proposers
         scheduler.begin_step, scheduler.room_for, scheduler.wanted = proposers.begin_step, proposers.room_for, proposers.wanted
         scheduler.recompute = proposers.recompute
-
-    def step(self) -> bool:
-        known = len(self.progress)
-        for sequence in self.scheduler._running:
-            if sequence.request not in self.proposers._rows:
-                self.proposers.open(sequence)
-        stepped = super().step()
-        for done in self.progress[known:]:
-            self.proposers.record(done)
-            if done.sequence.finish is not None:
-                self.proposers.close(done.sequence)
-        return stepped
 
 
 def counting(files: ModelFiles, folder: Path, *, wrong: float = 0.0) -> DeviceRunner:

@@ -58,6 +58,18 @@ class Site:
     def step(self, *rows: StepRow) -> Any:
         return self.runner.execute(StepPlan(0, list(rows))).rows
 
+    def read(self, prompt: list[int], chunk: int, blocks: list[int]) -> tuple[Any, torch.Tensor]:
+        """Compute a prompt in parts; return the samples behind its last one, and the states of all of it."""
+        states: list[torch.Tensor] = []
+        samples: Any = None
+        for start in range(0, len(prompt), chunk):
+            part = prompt[start : start + chunk]
+            last = start + len(part) == len(prompt)
+            row = StepRow(part, start, blocks, int(last), GREEDY, len(prompt), serial=7, drafts=4)
+            (samples,) = self.step(row)
+            states += self.states
+        return samples, torch.cat(states)
+
 
 NEARLY = 0.15
 """Of a logit: 8-bit weights of a random head."""
@@ -111,15 +123,8 @@ def reference_logits(
 def test_drafts_are_those_of_the_reference(tiny: ModelFiles, tmp_path: Path, dtype: str, chunk: int, normed: bool) -> None:
     site = Site(tiny, tmp_path / "head", dtype=dtype, normed=normed)
     prompt, blocks = oracle_prompt(length=37), list(range(10))
-    states: list[torch.Tensor] = []
-    samples: Any = None
-    for start in range(0, len(prompt), chunk):
-        part = prompt[start : start + chunk]
-        last = start + len(part) == len(prompt)
-        row = StepRow(part, start, blocks, int(last), GREEDY, len(prompt), serial=7, drafts=4)
-        (samples,) = site.step(row)
-        states += site.states
-    expected = reference_drafts(site.tensors, torch.cat(states), [*prompt[1:], samples.tokens[0]], 4)
+    samples, states = site.read(prompt, chunk, blocks)
+    expected = reference_drafts(site.tensors, states, [*prompt[1:], samples.tokens[0]], 4)
     assert samples.drafted.tokens == expected
     assert all(0 < chance <= 1 for chance in samples.drafted.chances)
 

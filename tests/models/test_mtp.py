@@ -5,7 +5,7 @@ What it drafts changes no token, useful or not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from services.decode.speculation import DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
 from tests.fixtures.head import write_head
 from tests.fixtures.mtp import CONFIG, edit_mtp, read_shards, write_mimo
+from tests.models.drafting_world import DraftingWorld
 from tests.models.driver import GREEDY, Request, open_runner, run
 from tests.models.oracles import greedy_choices, oracle_prompt
 from tests.models.test_device_lookup_step import World, sequence_of
@@ -126,19 +127,13 @@ def test_the_reference_is_a_layer_of_transformers_behind_a_linear(mimo: ModelFil
 def test_drafts_are_those_of_the_reference(mimo: ModelFiles, dtype: str, chunk: int) -> None:
     site = Site(mimo, None, dtype=dtype)
     prompt, blocks = oracle_prompt(length=37), list(range(10))
-    states: list[torch.Tensor] = []
-    samples: Any = None
-    for start in range(0, len(prompt), chunk):
-        part = prompt[start : start + chunk]
-        last = start + len(part) == len(prompt)
-        (samples,) = site.step(StepRow(part, start, blocks, int(last), GREEDY, len(prompt), serial=7, drafts=4))
-        states += site.states
+    samples, states = site.read(prompt, chunk, blocks)
     assert site.runner.head.state_size == 64
     assert len(samples.drafted.tokens) == 4
-    assert is_right(site.tensors, torch.cat(states), [*prompt[1:], *samples.tokens], samples.drafted.tokens)
+    assert is_right(site.tensors, states, [*prompt[1:], *samples.tokens], samples.drafted.tokens)
     (again,) = site.step(StepRow(samples.tokens, 37, blocks, 1, GREEDY, len(prompt), serial=7, drafts=4))
     tokens = [*prompt[1:], *samples.tokens, *again.tokens]
-    assert is_right(site.tensors, torch.cat([*states, *site.states]), tokens, again.drafted.tokens)
+    assert is_right(site.tensors, torch.cat([states, *site.states]), tokens, again.drafted.tokens)
 
 
 def test_columns_of_very_different_size_are_told_apart(mimo: ModelFiles) -> None:
@@ -172,10 +167,8 @@ def test_a_layer_whose_numbers_overflow_proposes_nothing(tmp_path: Path, dtype: 
 
 
 @dataclass
-class Drafting(World):
+class Drafting(DraftingWorld):
     """As a decode worker on a CPU, but that everything drafted is verified, whether that pays or not."""
-
-    proposers: Proposers = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,18 +176,6 @@ class Drafting(World):
         self.proposers = Proposers(DraftBook(policy, vocab_size=CONFIG["vocab_size"]), [], HeadDrafts(policy))
         scheduler, proposers = self.scheduler, self.proposers
         scheduler.propose, scheduler.begin_step, scheduler.wanted = proposers.propose, proposers.begin_step, proposers.wanted
-
-    def step(self) -> bool:
-        known = len(self.progress)
-        for sequence in self.scheduler._running:
-            if sequence.request not in self.proposers._rows:
-                self.proposers.open(sequence)
-        stepped = super().step()
-        for done in self.progress[known:]:
-            self.proposers.record(done)
-            if done.sequence.finish is not None:
-                self.proposers.close(done.sequence)
-        return stepped
 
 
 def sequences() -> list[Sequence]:
