@@ -9,7 +9,7 @@ import torch
 
 from common.cache.grouped_pool import HOLE
 from common.cache.retention import KEEP_ALL, Retention
-from common.engine.plan import StepRow
+from common.engine.plan import BlockCopy, StepRow
 from common.models.blocks.attention import AttentionBlock
 from common.models.spec import ModelSpec
 from common.protocol.errors import ConfigError, InvalidParameter
@@ -63,6 +63,20 @@ def check_groups(groups: Sequence[LayerGroup], model: ModelSpec, dtypes: Collect
             raise ConfigError(f"a {pool.dtype} KV pool does not fit this model: it keeps {' or '.join(map(str, dtypes))}")
     if sorted(layer for group in groups for layer in group.layers) != list(range(model.num_layers)):
         raise ConfigError(f"the cache groups don't have each of {model.num_layers} layers once")
+
+
+def check_copies(groups: Sequence[LayerGroup], copies: Sequence[BlockCopy]) -> None:
+    """:raises InvalidParameter: if there is no such group or block."""
+    for group, *blocks in copies:
+        if not 0 <= group < len(groups) or min(blocks) < 0 or max(blocks) >= len(groups[group].pool):
+            raise InvalidParameter(f"no block can be copied from {blocks[0]} to {blocks[1]} in cache group {group}")
+
+
+def copy_blocks(groups: Sequence[LayerGroup], copies: Sequence[BlockCopy]) -> None:
+    """Copy blocks within pools; `check_copies` allows it. A block is contiguous, so each is one copy of memory."""
+    for group, source, target in copies:
+        pool = groups[group].pool
+        pool[target].copy_(pool[source], non_blocking=True)
 
 
 class LayerAttention(Protocol):

@@ -145,11 +145,21 @@ class StepRow(msgspec.Struct):
         return self.constraint is not None and self.num_samples > 0
 
 
+class BlockCopy(NamedTuple):
+    """What block `source` of cache group number `group` holds goes into block `target` of that group."""
+
+    group: int
+    source: int
+    target: int
+
+
 class StepPlan(msgspec.Struct):
-    """Rows are independent; the runner may reorder them inside but returns samples in this order."""
+    """Rows are independent; the runner may reorder them inside but returns samples in this order. `copies` are made before the
+    step, and behind the steps submitted before it; no target is another one's source."""
 
     step: int
     rows: list[StepRow]
+    copies: Sequence[BlockCopy] = ()
 
     @property
     def num_tokens(self) -> int:

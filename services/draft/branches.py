@@ -5,8 +5,8 @@
                             b x x
                                 a x x
 
-The likeliest first rejections get a branch each (`choices.likeliest`). A branch shares the mirror's full blocks before it and
-computes what follows them again, in a block of its own. It never takes blocks or room in a step that a mirror could use, and
+The likeliest first rejections get a branch each (`choices.likeliest`). A branch shares the mirror's full blocks before it, and
+copies the one in which it begins. It never takes blocks or room in a step that a mirror could use, and
 it goes as soon as its place is decided; an update that says what it says makes it the mirror's draft, KV and all (`take`).
 """
 
@@ -16,7 +16,8 @@ import itertools
 from collections.abc import Iterable
 
 from common.cache.block_table import BlockTable
-from common.engine.plan import UNKNOWN, RowSamples, StepRow
+from common.cache.grouped_pool import HOLE
+from common.engine.plan import UNKNOWN, BlockCopy, RowSamples, StepRow
 from common.protocol.draft_messages import DraftBranch
 from common.protocol.errors import OutOfBlocks
 from services.draft.choices import MIN_CHANCE, Choice, likeliest
@@ -46,6 +47,7 @@ class Branches:
         self.max_context = max_context
         self.num_tokens = 0
         self.num_taken = 0
+        self.copies: list[BlockCopy] = []
 
     # -- what there is
 
@@ -96,24 +98,25 @@ class Branches:
     def row(self, mirror: Mirror, key: BranchKey, max_tokens: int) -> StepRow | None:
         """Return the next row of a branch, which is opened if need be; None where there is no room for it."""
         position, token = key
-        branch = mirror.branches.get(key)
-        start = branch.begin if branch else position // self.blocks.block_tokens * self.blocks.block_tokens
-        count = self.flights.pending(branch) if branch else position + 1 - start
+        branch, is_new = mirror.branches.get(key), key not in mirror.branches
+        start = branch.begin if branch else position
+        count = self.flights.pending(branch) if branch else 1
         end = start + count
-        if not count or count > max_tokens or end >= self.max_context or not (branch or self._may_open(mirror, start)):
+        if not count or count > max_tokens or end >= self.max_context or not (branch or self._may_open(mirror, position)):
             return None
         if branch is None:
-            branch = Branch(mirror, position, [token], self._shared(mirror, start), start)
+            branch = Branch(mirror, position, [token], self._shared(mirror, position), position)
         try:
             self.blocks.cover(branch.tables, start, end)
         except OutOfBlocks:
-            if key not in mirror.branches:
+            if is_new:
                 self.blocks.release(branch.tables)
             return None
         mirror.branches[key] = branch
-        known = [*mirror.text[start:position], *branch.tokens[max(0, start - position) :]]
+        if is_new:
+            self._copy_part(branch)
         return StepRow(
-            tokens=known or [UNKNOWN],
+            tokens=branch.tokens[start - position :] or [UNKNOWN],
             start=start,
             feed=self.flights.add(branch, end, sampled=True),
             blocks=branch.tables[0],
@@ -137,14 +140,26 @@ class Branches:
         self.num_tokens += 1
         return self.is_settled(branch.mirror)
 
-    def _may_open(self, mirror: Mirror, start: int) -> bool:
-        return mirror.num_computed >= start and self.blocks.holds(mirror.tables, start)
+    def _may_open(self, mirror: Mirror, position: int) -> bool:
+        return mirror.num_computed >= position and self.blocks.holds(mirror.tables, position)
 
-    def _shared(self, mirror: Mirror, start: int) -> list[BlockTable]:
-        """Return tables with the mirror's blocks of the tokens before `start`."""
-        tables = [BlockTable(table[: start // self.blocks.block_tokens]) for table in mirror.tables]
+    def _shared(self, mirror: Mirror, position: int) -> list[BlockTable]:
+        """Return tables with the mirror's full blocks before `position`."""
+        tables = [BlockTable(table[: position // self.blocks.block_tokens]) for table in mirror.tables]
         self.blocks.pool.retain(tables)
         return tables
+
+    def _copy_part(self, branch: Branch) -> None:
+        """Have the step begin with a copy of the mirror's block in which the branch begins, for what stands before it there."""
+        index, rest = divmod(branch.position, self.blocks.block_tokens)
+        for group, (table, own) in enumerate(zip(branch.mirror.tables, branch.tables, strict=True)):
+            if rest and table[index : index + 1] not in ([], [HOLE]):
+                self.copies.append(BlockCopy(group, table[index], own[index]))
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Return the copies that the step which is planned begins with."""
+        copies, self.copies = self.copies, []
+        return copies
 
     # -- ends
 

@@ -187,7 +187,8 @@ class Drafter:
                 rows.append(row)
                 budget -= len(row.tokens)
         rows += self._branch_rows(min(budget, self.branches.step_tokens), alone=not rows)
-        return StepPlan(step=step, rows=rows) if self.flights.launch() else None
+        copies = self.branches.take_copies()
+        return StepPlan(step=step, rows=rows, copies=copies) if self.flights.launch() else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[MirrorKey]:
         """Take the oldest step's tokens. Return the mirrors that were drafted further."""
@@ -226,10 +227,7 @@ class Drafter:
                 mirror.is_broken, mirror.num_computed = True, mirror.num_computed - 1
                 self.num_broken += 1
                 mirror.air.void()
-        kept = min(mirror.num_computed, mirror.num_confirmed - 1)
-        if self.branches.count:
-            kept = max(0, kept - self.blocks.block_tokens)  # a branch begins with its block
-        self.blocks.let_go(mirror.tables, kept)
+        self.blocks.let_go(mirror.tables, min(mirror.num_computed, mirror.num_confirmed - 1))
         return has_token
 
     def abort(self) -> int:

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 from bench.common.machine import ROOT
 from bench.engine import __main__ as command
-from bench.engine import accuracy, check, gpu_session, gpu_tests, in_turns, kernels, steps_in_turns, table, timing
+from bench.engine import accuracy, check, gpu_session, gpu_tests, in_turns, kernels, row_sweep, steps_in_turns, table, timing
 from bench.engine.cells import Failed
 from bench.engine.child import run_child
 from bench.engine.observe import Observed, Scored
@@ -51,6 +51,14 @@ def test_steps_of_two_models_are_timed_in_turns(capsys: pytest.CaptureFixture[st
     assert [row[0].strip() for row in rows[2:]] == ["1", "2"]
     times = [float(row[at].split()[0]) for row in rows[2:] for at in (1, 2)]
     assert all(times), rows
+
+
+def test_a_number_of_rows_that_takes_longer_than_a_larger_one_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--models", "dummy:tiny:fp32", "--device", "cpu", "--rows", "3,1", "--queries", "2", "--steps", "3"]
+    assert row_sweep.main(flags) == 0
+    head, _, row = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [name.strip() for name in head] == ["ms a step", "1", "3"] and all(float(cell.split()[0]) for cell in row[1:])
+    assert row_sweep.cells({32: 4.7, 36: 6.5, 64: 5.3, 72: 5.2}) == ["4.70", "6.50 !", "5.30", "5.20"]
 
 
 # -- processes

@@ -413,6 +413,15 @@ def test_where_the_draft_is_wrong_and_a_branch_right_nothing_is_computed_again()
     assert site.drafter.propose([key(0)], 5) == [site.expected(tokens + said, 0)]
 
 
+def test_a_branch_computes_nothing_that_its_mirror_has_computed() -> None:
+    site = Site(num_branches=6)
+    drafting(site, [3, 1, 4, 1, 5, 9, 2, 6, 5])
+    rows = [row for plan in site.plans[1:] for row in plan.rows]
+    assert rows and all(len(row.tokens) == 1 for row in rows)
+    copies = [copy for plan in site.plans for copy in plan.copies]
+    assert copies and not {copy.source for copy in copies} & {copy.target for copy in copies}
+
+
 def test_most_branches_are_where_the_first_rejection_is_likeliest() -> None:
     """The simulated engine is equally sure of all greedy tokens."""
     proposal, table = drafting(Site(num_branches=6), [3, 1, 4, 1, 5, 9, 2, 6, 5], DraftSampling())

@@ -39,7 +39,7 @@ from common.engine.gpu.step import DeviceStep, lost_if_broken
 from common.engine.gpu.step_attention import StepAttention
 from common.engine.gpu.step_buffers import StepPacker, StepShape, blank, buffer_bytes, device_rows, layout, step_tokens
 from common.engine.gpu.warm_up import WARM_UP, warm_up_rows
-from common.engine.layer_group import LayerGroup, check_groups
+from common.engine.layer_group import LayerGroup, check_copies, check_groups, copy_blocks
 from common.engine.masks import StepMasks, fill_masks
 from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
@@ -151,7 +151,8 @@ class DeviceRunner:
         for row in rows:
             if row.num_samples and penalised(row.sampling) and len(row.history) < row.start + len(row.tokens):
                 raise InvalidParameter(f"penalties need a row's history, not {len(row.history)} tokens of it")
-        known = self._continuing.follow(rows)
+        check_copies(self.groups, plan.copies)
+        known = None if plan.copies else self._continuing.follow(rows)
         if known is not None and (special := self._sampler.load_again()) is not None:
             return self._continue(plan, known, begun, special=special)
         is_read = any(row.num_read for row in rows)
@@ -168,6 +169,7 @@ class DeviceRunner:
             used = slice(0, packed.changes.stop)
             self._buffer[used].copy_(self._staging[turn][used], non_blocking=True)
             self._tables.apply(self._buffer[packed.changes])
+            copy_blocks(self.groups, plan.copies)
             special = self._sampler.load(rows)
             reports = self._settling.launch(rows, packed, partial(self._step_inputs, shape))
             read = places_read(rows, packed, self._device) if is_read else None

@@ -246,6 +246,9 @@ class SimulatedRunner:
         """:raises IndexError: if a row's blocks don't cover its positions, or name blocks that don't exist."""
         begun = time.perf_counter()
         rows = resolve_feeds(plan, self._sampled)
+        hashes = self._hashes, *(others for others, _ in self._more)
+        for group, source, target in plan.copies:
+            hashes[group][target] = hashes[group][source]
         samples = self._run(rows) if rows else []
         self._sampled = [token for row in samples for token in row.tokens]
         remaining = self.step_s(rows) * self.time_scale - (time.perf_counter() - begun)
@@ -393,6 +396,5 @@ class SimulatedRunner:
         return results
 
     def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
-        others = (int(other) for other in self.rule.allowed[: num_top + 1] if other != token)
-        top = (token, *others)[:num_top]
+        top = (token, *(int(other) for other in self.rule.allowed[: num_top + 1] if other != token))[:num_top]
         return TokenLogprobs(logprob=_LOGPROB, top_tokens=top, top_logprobs=tuple(_LOGPROB - i for i in range(len(top))))

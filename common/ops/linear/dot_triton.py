@@ -110,13 +110,10 @@ def accumulate(
         depth = step * BLOCK_K + k
         if EVEN_K:
             w = tl.load(w_rows + depth[None, :])
-            if BLOCK_M <= 16:  # padding is not read: all programs would ask L2 for one row, again and again
-                a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)
-            else:
-                a = tl.load(x_rows + depth[None, :])
+            a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)  # all programs would ask L2 for one row of padding
         else:
             w = tl.load(w_rows + depth[None, :], mask=(depth < K)[None, :], other=0.0)
-            a = tl.load(x_rows + depth[None, :], mask=(depth < K)[None, :], other=0.0)
+            a = tl.load(x_rows + depth[None, :], mask=shown & (depth < K)[None, :], other=0.0)
         if w.dtype != a.dtype:
             w = widened(w, a.dtype, PDL)
         if W_SCALE == 2:
