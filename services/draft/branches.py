@@ -5,7 +5,7 @@
                             b x x
                                 a x x
 
-The likeliest first rejections get a branch each (`choices.likeliest`). A branch shares the mirror's full blocks before it, and
+The likeliest first rejections get a branch each (`choices.likeliest`). A branch reads the mirror's full blocks before it, and
 copies the one in which it begins. It never takes blocks or room in a step that a mirror could use, and
 it goes as soon as its place is decided; an update that says what it says makes it the mirror's draft, KV and all (`take`).
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from common.cache.block_table import BlockTable
 from common.cache.grouped_pool import HOLE
 from common.engine.plan import UNKNOWN, BlockCopy, RowSamples, StepRow
 from common.protocol.draft_messages import DraftBranch
@@ -105,12 +104,10 @@ class Branches:
         if not count or count > max_tokens or end >= self.max_context or not (branch or self._may_open(mirror, position)):
             return None
         if branch is None:
-            branch = Branch(mirror, position, [token], self._shared(mirror, position), position)
+            branch = Branch(mirror, position, [token], self.blocks.borrow(mirror.tables, position), position)
         try:
             self.blocks.cover(branch.tables, start, end)
         except OutOfBlocks:
-            if is_new:
-                self.blocks.release(branch.tables)
             return None
         mirror.branches[key] = branch
         if is_new:
@@ -142,12 +139,6 @@ class Branches:
 
     def _may_open(self, mirror: Mirror, position: int) -> bool:
         return mirror.num_computed >= position and self.blocks.holds(mirror.tables, position)
-
-    def _shared(self, mirror: Mirror, position: int) -> list[BlockTable]:
-        """Return tables with the mirror's full blocks before `position`."""
-        tables = [BlockTable(table[: position // self.blocks.block_tokens]) for table in mirror.tables]
-        self.blocks.pool.retain(tables)
-        return tables
 
     def _copy_part(self, branch: Branch) -> None:
         """Have the step begin with a copy of the mirror's block in which the branch begins, for what stands before it there."""
@@ -181,7 +172,7 @@ class Branches:
     def drop(self, mirror: Mirror, key: BranchKey) -> None:
         branch = mirror.branches.pop(key)
         branch.is_closed = True
-        self.blocks.release(branch.tables, branch.air.until)
+        self.blocks.release(branch.tables, branch.air.until, behind=branch.position)
 
     def drop_all(self, mirror: Mirror, start: int = 0) -> None:
         """Drop the mirror's branches from position `start` on."""

@@ -187,8 +187,7 @@ class Drafter:
                 rows.append(row)
                 budget -= len(row.tokens)
         rows += self._branch_rows(min(budget, self.branches.step_tokens), alone=not rows)
-        copies = self.branches.take_copies()
-        return StepPlan(step=step, rows=rows, copies=copies) if self.flights.launch() else None
+        return StepPlan(step, rows, self.branches.take_copies()) if self.flights.launch() else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[MirrorKey]:
         """Take the oldest step's tokens. Return the mirrors that were drafted further."""
@@ -243,10 +242,11 @@ class Drafter:
         """:raises AssertionError: if the pool's counters are wrong, or blocks are held that no mirror has."""
         self.blocks.pool.check()
         held = [*self.blocks.late, *(mirror.tables for mirror in self._mirrors.values())]
-        held += [branch.tables for mirror in self._mirrors.values() for branch in mirror.branches.values()]
+        branches = [branch for mirror in self._mirrors.values() for branch in mirror.branches.values()]
+        held += [self.blocks.behind(branch.tables, branch.position) for branch in branches]
         for index, group in enumerate(self.blocks.pool.groups):
-            owned = {block for tables in held for block in tables[index] if block >= 0}
-            assert group.pool.usage().owned == len(owned)
+            owned = [block for tables in held for block in tables[index] if block >= 0]
+            assert group.pool.usage().owned == len(owned) == len(set(owned))
 
     # -- within
 
@@ -294,7 +294,8 @@ class Drafter:
     def _go_on_with(self, mirror: Mirror, branch: Branch) -> None:
         """The branch is the mirror's text from now on; its first token is confirmed."""
         self._cut(mirror, branch.position, branch.position)
-        self.blocks.release(mirror.tables, mirror.air.until)
+        self.blocks.take_over(mirror.tables, branch.tables, branch.position)
+        self.blocks.release(mirror.tables, mirror.air.until, behind=branch.position)
         self.flights.take_over(branch, mirror)
         mirror.tables, mirror.num_computed = branch.tables, branch.num_computed
         mirror.text += branch.tokens
@@ -313,6 +314,7 @@ class Drafter:
         mirror.num_computed = max(0, min(mirror.num_computed, max_computed))
         mirror.air.void()
         if not self.blocks.holds(mirror.tables, mirror.num_computed):
+            self.branches.drop_all(mirror)  # which read its blocks
             self.blocks.release(mirror.tables, mirror.air.until)
             mirror.num_computed = 0
 

@@ -47,8 +47,8 @@ class Branch:
     """Another text behind the first `position` tokens of a mirror's: `tokens`, of which the first is an alternative to what
     the mirror has drafted there, and the others are drafted behind it.
 
-    tables: shares its full blocks before `position` with the mirror. num_computed: tokens with valid KV, from the text's first
-    one on. choices: of `tokens[1:]`. is_over: it is not drafted further.
+    tables: the full blocks before `position` are the mirror's, those behind them its own. num_computed: tokens with valid KV,
+    from the text's first one on. choices: of `tokens[1:]`. is_over: it is not drafted further.
     """
 
     mirror: Mirror

@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.cache.block_table import BlockTable
-from common.cache.grouped_pool import HOLE, GroupedPool
+from common.cache.grouped_pool import HOLE, GroupedPool, PoolGroup
 
 
 class MirrorBlocks:
-    """Block tables of mirrors over `pool`: one table for each cache group, with holes where the group keeps nothing."""
+    """Block tables of mirrors over `pool`: one table for each cache group, with holes where the group keeps nothing.
+
+    Contexts are long and steps are short: what is done for each step looks at no more of a table than the step changes, where
+    a group keeps all.
+    """
 
     def __init__(self, pool: GroupedPool) -> None:
         self.pool = pool
         self.block_tokens = pool.block_tokens
-        self._late: list[tuple[int, list[BlockTable]]] = []
+        self._late: list[tuple[int, list[BlockTable], int]] = []
 
     @property
     def longest(self) -> int:
@@ -34,14 +38,10 @@ class MirrorBlocks:
         :raises OutOfBlocks: nothing has been taken then.
         """
         blocks = -(-end // self.block_tokens)
-        firsts = self._firsts(start)
-        if all(len(table) >= blocks and HOLE not in table[first:blocks] for table, first in zip(tables, firsts, strict=True)):
+        lacking = [self._lacking(group, table, start, blocks) for group, table in zip(self.pool.groups, tables, strict=True)]
+        if not any(lacking):
             return  # as a rule
-        lacking = [
-            [index for index in range(first, blocks) if index >= len(table) or table[index] == HOLE]
-            for table, first in zip(tables, firsts, strict=True)
-        ]
-        for table, indices, fresh in zip(tables, lacking, self.pool.allocate([len(one) for one in lacking]), strict=True):
+        for table, indices, fresh in zip(tables, lacking, self.pool.allocate(list(map(len, lacking))), strict=True):
             if indices:
                 table += [HOLE] * (indices[-1] + 1 - len(table))
             for index, block in zip(indices, fresh, strict=True):
@@ -49,45 +49,64 @@ class MirrorBlocks:
 
     def holds(self, tables: Sequence[BlockTable], position: int) -> bool:
         """Whether everything is there that the token at `position` reads of the tokens before it."""
-        end = -(-position // self.block_tokens)
-        return all(
-            len(table) >= end and HOLE not in table[first:end]
-            for table, first in zip(tables, self._firsts(position), strict=True)
-        )
+        blocks = -(-position // self.block_tokens)
+        groups = zip(self.pool.groups, tables, strict=True)
+        return not any(self._lacking(group, table, position, blocks) for group, table in groups)
 
     def let_go(self, tables: Sequence[BlockTable], position: int) -> None:
         """Give back the blocks that no token from `position` on reads."""
-        for group, table, first in zip(self.pool.groups, tables, self._firsts(position), strict=True):
-            end = begin = min(first, len(table))
+        for group, table in zip(self.pool.groups, tables, strict=True):
+            end = begin = min(group.retention.first_token(position) // self.block_tokens, len(table))
             while begin and table[begin - 1] != HOLE:
                 begin -= 1
             if begin < end:
                 group.pool.release(table[begin:end])
                 table.let_go(begin, end)
 
-    def release(self, tables: list[BlockTable], after: int = -1) -> None:
-        """Give back every block. Harmless twice. after: a step that uses them, and may not have been submitted yet: its rows
-        keep the tables, and the blocks are given back when it has run (`ended`)."""
+    def borrow(self, tables: Sequence[BlockTable], position: int) -> list[BlockTable]:
+        """Return tables with the full blocks before `position`, which stay those of `tables`."""
+        return [BlockTable(table[: position // self.block_tokens]) for table in tables]
+
+    def take_over(self, tables: Sequence[BlockTable], borrowed: Sequence[BlockTable], position: int) -> None:
+        """The blocks that were borrowed of `tables` are those of `borrowed` from now on: `release` others behind them only."""
+        end = position // self.block_tokens
+        for group, table, own in zip(self.pool.groups, tables, borrowed, strict=True):
+            if not group.retention.keeps_all:  # what was let go since then
+                own.let_go(0, next((index for index in range(end) if table[index] != HOLE), end))
+
+    def release(self, tables: list[BlockTable], after: int = -1, *, behind: int = 0) -> None:
+        """Give back every block but the full ones of the first `behind` tokens, which are another table's. Harmless twice.
+        after: a step that uses them, and may not have been submitted yet: its rows keep the tables, and the blocks are given
+        back when it has run (`ended`)."""
         if after < 0:
-            self.pool.release([list(table) for table in tables])
+            self.pool.release(self.behind(tables, behind))
             for table in tables:
                 table.clear()
         elif any(tables):
-            self._late.append((after, list(tables)))
+            self._late.append((after, list(tables), behind))
             tables[:] = self.new_tables()
+
+    def behind(self, tables: Sequence[BlockTable], position: int) -> list[list[int]]:
+        """Return all blocks but the full ones before `position`."""
+        return [table[position // self.block_tokens :] for table in tables]
 
     def ended(self, step: int) -> None:
         """A step has run, and all before it."""
-        over = [tables for after, tables in self._late if after <= step]
-        self._late = [(after, tables) for after, tables in self._late if after > step]
-        for tables in over:
-            self.release(tables)
+        over = [late for late in self._late if late[0] <= step]
+        self._late = [late for late in self._late if late[0] > step]
+        for _, tables, behind in over:
+            self.release(tables, behind=behind)
 
     @property
-    def late(self) -> list[list[BlockTable]]:
-        """Tables whose blocks are given back when a step has run."""
-        return [tables for _, tables in self._late]
+    def late(self) -> list[list[list[int]]]:
+        """Blocks by group that are given back when a step has run."""
+        return [self.behind(tables, behind) for _, tables, behind in self._late]
 
-    def _firsts(self, position: int) -> list[int]:
-        """Return, for each group, the index of the first block that the token at `position` reads."""
-        return [group.retention.first_token(position) // self.block_tokens for group in self.pool.groups]
+    def _lacking(self, group: PoolGroup, table: BlockTable, start: int, blocks: int) -> Sequence[int]:
+        """Return the places among a table's first `blocks` in which a step lacks a block that computes tokens from `start`."""
+        if group.retention.keeps_all:
+            return range(len(table), blocks)
+        first = group.retention.first_token(start) // self.block_tokens
+        if len(table) >= blocks and HOLE not in table[first:blocks]:
+            return ()
+        return [index for index in range(first, blocks) if index >= len(table) or table[index] == HOLE]

@@ -422,6 +422,31 @@ def test_a_branch_computes_nothing_that_its_mirror_has_computed() -> None:
     assert copies and not {copy.source for copy in copies} & {copy.target for copy in copies}
 
 
+def test_branches_behind_a_long_text_take_and_give_back_no_more_than_behind_a_short_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is done for each of its blocks, whenever a branch begins or ends, takes longer than a step behind 100,000 tokens."""
+    released: list[int] = []
+    release = GroupedPool.release
+
+    def counted(pool: GroupedPool, tables: list[list[int]]) -> None:
+        released.append(sum(map(len, tables)))
+        release(pool, tables)
+
+    monkeypatch.setattr(GroupedPool, "release", counted)
+    monkeypatch.setattr(GroupedPool, "retain", lambda *_: pytest.fail("every block of the text is retained"))
+    found: dict[int, list[int]] = {}
+    for length in (9, 361):
+        site, text = Site(num_blocks=256, num_branches=6), [place % 40 + 3 for place in range(length)]
+        _, table = drafting(site, text, DraftSampling())
+        released.clear()
+        site.drafter.update(key(0), length, table[0].tokens[:1], DraftSampling())
+        site.settle()
+        site.drafter.check()
+        found[length] = list(released)
+    assert found[9] == found[361] and sum(found[9]) > 0
+
+
 def test_most_branches_are_where_the_first_rejection_is_likeliest() -> None:
     """The simulated engine is equally sure of all greedy tokens."""
     proposal, table = drafting(Site(num_branches=6), [3, 1, 4, 1, 5, 9, 2, 6, 5], DraftSampling())
