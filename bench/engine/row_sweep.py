@@ -45,6 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def step_ms(runner: Runner, rows: int, options: argparse.Namespace) -> float:
+    """Return the median time between the results of steps of so many rows."""
     blocks = -(-(options.context + options.queries) // BLOCK_TOKENS)
     plan = [
         StepRow(

@@ -6,8 +6,8 @@
                                 a x x
 
 The likeliest first rejections get a branch each (`choices.likeliest`). A branch reads the mirror's full blocks before it, and
-copies the one in which it begins. It never takes blocks or room in a step that a mirror could use, and
-it goes as soon as its place is decided; an update that says what it says makes it the mirror's draft, KV and all (`take`).
+copies the one in which it begins. It never takes blocks or room in a step that a mirror could use, and it goes as soon as its
+place is decided; an update that says what it says makes it the mirror's draft, KV and all (`take`).
 """
 
 from __future__ import annotations
