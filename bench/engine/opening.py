@@ -25,6 +25,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 """Short names of precisions; "fp8" is weights and KV, as the peer's figures are."""
 
 
+def split_precision(given: str) -> tuple[str, str]:
+    """Return a model and the name of its precision, which may follow behind a colon: "auto" if it does not."""
+    model, _, precision = given.rpartition(":")
+    return (model, precision) if model and precision in PRECISIONS else (given, "auto")
+
+
 class Opening(msgspec.Struct, kw_only=True):
     runner: Any
     model: ModelConfig

@@ -20,7 +20,7 @@ from statistics import median
 
 from bench.common.machine import describe
 from bench.common.table import markdown
-from bench.engine.opening import PRECISIONS, open_runner
+from bench.engine.opening import open_runner, split_precision
 from common.engine.plan import PendingStep, Runner, StepPlan, StepRow
 from common.protocol.messages import SamplingParams
 from common.runtime import parent_death
@@ -85,9 +85,7 @@ def main(argv: Sequence[str]) -> int:
     blocks = 1 + max(sizes) * -(-(options.context + options.queries) // BLOCK_TOKENS)
     table: list[list[str]] = []
     for given in options.models.split(","):
-        model, _, precision = given.rpartition(":")
-        if not model or precision not in PRECISIONS:
-            model, precision = given, "auto"
+        model, precision = split_precision(given)
         settings = {"device": options.device, "max_running": max(sizes), "token_budget": 1024, "block_tokens": BLOCK_TOKENS}
         runner = open_runner(model, precision, num_blocks=blocks, **settings).runner
         step_ms(runner, sizes[0], options)

@@ -18,15 +18,13 @@ from statistics import median
 from bench.common.machine import describe
 from bench.common.table import markdown
 from bench.engine.measure import Measurement
-from bench.engine.opening import PRECISIONS, open_runner
+from bench.engine.opening import open_runner, split_precision
 from common.runtime import parent_death
 
 
 def opened(given: str, *, device: str, max_rows: int, context: int, steps: int) -> Measurement:
     """given: a model, perhaps with its precision."""
-    model, _, precision = given.rpartition(":")
-    if not model or precision not in PRECISIONS:
-        model, precision = given, "auto"
+    model, precision = split_precision(given)
     tokens = max_rows * (context + steps + 64)
     settings = {"device": device, "max_running": max_rows, "token_budget": max(1024, context), "block_tokens": 16}
     opening = open_runner(model, precision, num_blocks=1 + 2 * tokens // 16, **settings)

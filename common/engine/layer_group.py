@@ -72,7 +72,7 @@ def check_copies(groups: Sequence[LayerGroup], copies: Sequence[BlockCopy]) -> N
             raise InvalidParameter(f"no block can be copied from {blocks[0]} to {blocks[1]} in cache group {group}")
 
 
-def copy_blocks(groups: Sequence[LayerGroup], copies: Sequence[BlockCopy]) -> None:
+def make_copies(groups: Sequence[LayerGroup], copies: Sequence[BlockCopy]) -> None:
     """Copy blocks within pools; `check_copies` allows it. A block is contiguous, so each is one copy of memory."""
     for group, source, target in copies:
         pool = groups[group].pool

@@ -46,7 +46,6 @@ class Branches:
         self.max_context = max_context
         self.num_tokens = 0
         self.num_taken = 0
-        self.copies: list[BlockCopy] = []
 
     # -- what there is
 
@@ -97,20 +96,19 @@ class Branches:
     def row(self, mirror: Mirror, key: BranchKey, max_tokens: int) -> StepRow | None:
         """Return the next row of a branch, which is opened if need be; None where there is no room for it."""
         position, token = key
-        branch, is_new = mirror.branches.get(key), key not in mirror.branches
-        start = branch.begin if branch else position
-        count = self.flights.pending(branch) if branch else 1
+        opened = mirror.branches.get(key)
+        start = opened.begin if opened else position
+        count = self.flights.pending(opened) if opened else 1
         end = start + count
-        if not count or count > max_tokens or end >= self.max_context or not (branch or self._may_open(mirror, position)):
+        if not count or count > max_tokens or end >= self.max_context or not (opened or self._may_open(mirror, position)):
             return None
-        if branch is None:
-            branch = Branch(mirror, position, [token], self.blocks.borrow(mirror.tables, position), position)
+        branch = opened or Branch(mirror, position, [token], self.blocks.borrow(mirror.tables, position), position)
         try:
             self.blocks.cover(branch.tables, start, end)
         except OutOfBlocks:
             return None
-        mirror.branches[key] = branch
-        if is_new:
+        if opened is None:
+            mirror.branches[key] = branch
             self._copy_part(branch)
         return StepRow(
             tokens=branch.tokens[start - position :] or [UNKNOWN],
@@ -145,12 +143,7 @@ class Branches:
         index, rest = divmod(branch.position, self.blocks.block_tokens)
         for group, (table, own) in enumerate(zip(branch.mirror.tables, branch.tables, strict=True)):
             if rest and table[index : index + 1] not in ([], [HOLE]):
-                self.copies.append(BlockCopy(group, table[index], own[index]))
-
-    def take_copies(self) -> list[BlockCopy]:
-        """Return the copies that the step which is planned begins with."""
-        copies, self.copies = self.copies, []
-        return copies
+                self.flights.planning.copies.append(BlockCopy(group, table[index], own[index]))
 
     # -- ends
 

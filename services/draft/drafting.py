@@ -177,7 +177,7 @@ class Drafter:
         prompts = [mirror for mirror, count in pending.items() if count > catch_up]
         drafting.sort(key=lambda mirror: (mirror.num_ahead, mirror.last_step))
         prompts.sort(key=lambda mirror: mirror.last_step)
-        budget, step, rows = self.token_budget, self.flights.planning.step, list[StepRow]()
+        budget, flight, rows = self.token_budget, self.flights.planning, list[StepRow]()
         for mirror in drafting:
             if pending[mirror] - 1 <= budget and (row := self._row(mirror, pending[mirror])):
                 rows.append(row)
@@ -187,7 +187,7 @@ class Drafter:
                 rows.append(row)
                 budget -= len(row.tokens)
         rows += self._branch_rows(min(budget, self.branches.step_tokens), alone=not rows)
-        return StepPlan(step, rows, self.branches.take_copies()) if self.flights.launch() else None
+        return StepPlan(flight.step, rows, flight.copies) if self.flights.launch() else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[MirrorKey]:
         """Take the oldest step's tokens. Return the mirrors that were drafted further."""

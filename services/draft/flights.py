@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.engine.plan import StepPlan
+from common.engine.plan import BlockCopy, StepPlan
 from services.draft.mirror import Branch, Mirror
 
 
@@ -29,11 +29,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Flight:
-    """A step, number `step`, whose samples are those of `rows` with any, in order."""
+    """A step, number `step`, whose samples are those of `rows` with any, in order. copies: see `StepPlan`."""
 
     step: int
     entries: list[Entry] = field(default_factory=list)
     num_samples: int = 0
+    copies: list[BlockCopy] = field(default_factory=list)
 
 
 class Flights:

@@ -68,7 +68,7 @@ class MirrorBlocks:
         return [BlockTable(table[: position // self.block_tokens]) for table in tables]
 
     def take_over(self, tables: Sequence[BlockTable], borrowed: Sequence[BlockTable], position: int) -> None:
-        """The blocks that were borrowed of `tables` are those of `borrowed` from now on: `release` others behind them only."""
+        """From now on `borrowed` owns what it has borrowed of `tables`, of which only what is behind that is to be released."""
         end = position // self.block_tokens
         for group, table, own in zip(self.pool.groups, tables, borrowed, strict=True):
             if not group.retention.keeps_all:  # what was let go since then

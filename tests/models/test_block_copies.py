@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from tests.models.oracles import oracle_prompt
 from tests.models.test_device_runner import device_runner
 
 OPENED = {
-    "torch": lambda files: open_runner(files),
-    "int8": lambda files: open_runner(files, quantization="int8"),
-    "device": lambda files: device_runner(files),
+    "torch": open_runner,
+    "int8": partial(open_runner, quantization="int8"),
+    "device": device_runner,
 }
 PROMPT = oracle_prompt(seed=5, length=21)
 """Its last five tokens are in the second block."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.layer_group import LayerGroup, check_copies, check_groups, copy_blocks
+from common.engine.layer_group import LayerGroup, check_copies, check_groups, make_copies
 from common.engine.plan import DraftPass, LaterStep, RowSamples, StepPlan, StepResult, StepRow, resolve_feeds
 from common.engine.reading import read_rows
 from common.engine.sampling import penalised, sample_rows
@@ -63,7 +63,7 @@ class CpuRunner(ABC):
             self._check(row)
         check_copies(self.groups, plan.copies)
         with torch.inference_mode():
-            copy_blocks(self.groups, plan.copies)
+            make_copies(self.groups, plan.copies)
             samples = sample_rows(self.logits(rows), rows)
             if any(row.num_read for row in rows):
                 read_rows(self, rows, samples)

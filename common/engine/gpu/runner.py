@@ -39,7 +39,7 @@ from common.engine.gpu.step import DeviceStep, lost_if_broken
 from common.engine.gpu.step_attention import StepAttention
 from common.engine.gpu.step_buffers import StepPacker, StepShape, blank, buffer_bytes, device_rows, layout, step_tokens
 from common.engine.gpu.warm_up import WARM_UP, warm_up_rows
-from common.engine.layer_group import LayerGroup, check_copies, check_groups, copy_blocks
+from common.engine.layer_group import LayerGroup, check_copies, check_groups, make_copies
 from common.engine.masks import StepMasks, fill_masks
 from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
@@ -169,7 +169,7 @@ class DeviceRunner:
             used = slice(0, packed.changes.stop)
             self._buffer[used].copy_(self._staging[turn][used], non_blocking=True)
             self._tables.apply(self._buffer[packed.changes])
-            copy_blocks(self.groups, plan.copies)
+            make_copies(self.groups, plan.copies)
             special = self._sampler.load(rows)
             reports = self._settling.launch(rows, packed, partial(self._step_inputs, shape))
             read = places_read(rows, packed, self._device) if is_read else None

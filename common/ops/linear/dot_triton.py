@@ -110,7 +110,8 @@ def accumulate(
         depth = step * BLOCK_K + k
         if EVEN_K:
             w = tl.load(w_rows + depth[None, :])
-            a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)  # padding would be one row for all programs
+            # padding is not read: all programs would ask L2 for the same row
+            a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)
         else:
             w = tl.load(w_rows + depth[None, :], mask=(depth < K)[None, :], other=0.0)
             a = tl.load(x_rows + depth[None, :], mask=shown & (depth < K)[None, :], other=0.0)

@@ -223,7 +223,7 @@ def grouped_kernel(
             if offsets is not None:
                 ask_steps(offsets, tile, first, last, N, 1, SCALES, BLOCK_N, GATED, AHEAD)
         tl.extra.cuda.gdc_wait()
-    x_rows = x + (m % rows).to(tl.int64)[:, None] * K  # padding from one row, which all programs ask L2 for, is slow
+    x_rows = x + (m % rows).to(tl.int64)[:, None] * K  # padding reads all rows: L2 is slow if all ask for one
     shown = (m < rows)[:, None]
     if SCALED:
         total = sum_weights(
