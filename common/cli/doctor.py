@@ -240,13 +240,13 @@ def check_draft(spec: str, environ: Mapping[str, str]) -> list[Finding]:
         asked = up_settings.read([f"--model={spec}"], environ)
     except PenstockError:
         return []  # `check_model` says why
-    draft_model = getattr(asked.services["draft"], "draft_model", "") if asked is not None else ""
-    if asked is None or not draft_model:
+    if asked is None or not getattr(asked.services["draft"], "draft_model", ""):
         return []
     found = draft_check.check_draft_model(asked.fleets[0], fetch=False)
-    if found.reason:
+    if found.reason or found.files is None:
         return [Finding("warning", "draft model", "none", found.reason)]
-    return [Finding("ok", "draft model", draft_model if found.servable is None else str(found.servable))]
+    shown = str(found.servable) if found.servable is not None else f"{found.files.name}, in {found.files.path}"
+    return [Finding("ok", "draft model", shown)]
 
 
 def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:

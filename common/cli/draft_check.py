@@ -11,16 +11,17 @@ from common.cli.preflight import Servable, check_model
 from common.cli.pull import ensure
 from common.engine.load.layout import EngineConfig
 from common.models.config import load_config
-from common.models.draft_folder import check_fits, check_whole, lacking
-from common.models.source import resolve
+from common.models.draft_folder import check_fits, check_whole, draft_spec, lacking
+from common.models.source import ModelFiles, resolve
 from common.protocol.errors import PenstockError
 from common.text.vocabulary import check_same_vocabulary
 
 
 class DraftCheck(msgspec.Struct, frozen=True):
-    """`servable`: the draft model, as each draft worker's engine will have it; None where there is none. `reason`: why drafts
-    are left out; empty where they are not."""
+    """`files`: the draft model; None where there is none. `servable`: as each draft worker's engine will have it; None where
+    that is known to draft workers alone. `reason`: why drafts are left out; empty where they are not."""
 
+    files: ModelFiles | None = None
     servable: Servable | None = None
     reason: str = ""
 
@@ -33,26 +34,27 @@ def check_draft_model(fleet: ModelFleet, *, fetch: bool = True) -> DraftCheck:
     settings: Any = fleet.services.get("draft")
     if fleet.config.draft and fleet.config.decode and not getattr(fleet.services.get("decode"), "speculation_tokens", -1):
         return DraftCheck(reason=f"with --speculation-tokens 0 nobody asks --draft {fleet.config.draft}: leave one out")
-    name = getattr(settings, "draft_model", "")
-    if not name:
+    asked = getattr(settings, "draft_model", "")
+    if not asked:
         return DraftCheck()
     if not fleet.config.draft:
-        return DraftCheck(reason=f"--draft-model {name} needs a draft worker: add --draft 1")
+        return DraftCheck(reason=f"--draft-model {asked} needs a draft worker: add --draft 1")
+    dummy = settings.load_format == "dummy"
     try:
+        name = draft_spec(asked, fleet.config.model, made_up=dummy)
         if fetch:
             ensure(name)
-        dummy = settings.load_format == "dummy"
         files = resolve(name, weights=not dummy)
         target = resolve(fleet.config.model, weights=False)
         if any(lacking(files)):
             check_fits(files, target)
             check_whole(files)  # each draft worker completes it, which takes torch
-            return DraftCheck()
+            return DraftCheck(files)
         check_same_vocabulary(target, files)
         on_gpu = bool(fleet.gpus) and settings.engine != "simulated"
         engine = EngineConfig.of(settings, on_gpu=on_gpu)
         longest = min(engine.max_model_len, load_config(files).max_context)
         engine = msgspec.structs.replace(engine, max_model_len=longest)
-        return DraftCheck(check_model(name, engine, "cuda" if on_gpu else "cpu", drafts=True))
+        return DraftCheck(files, check_model(name, engine, "cuda" if on_gpu else "cpu", drafts=True))
     except PenstockError as error:
         return DraftCheck(reason=str(error).partition("\n")[0])

@@ -1,4 +1,5 @@
-"""Draft models that leave tensors to their target: what a folder lacks is taken from the target's files, once on each machine.
+"""Draft models that leave tensors to their target, and those that are shipped: what a folder lacks is taken from the target's
+files, once on each machine.
 
 config.json says `embedding_from_target`, `head_from_target` (rows `i + d2t[i]` of the target's head, or of its embedding where
 that is the head), and which `target` the draft model was trained for. Such a folder has no tokenizer either: its ids are the
@@ -8,14 +9,44 @@ target's. So a few megabytes of layers are a draft model. A draft worker writes 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from common.models.config import load_config
-from common.models.json_files import read_object_if_any
-from common.models.source import ModelFiles
+from common.models.json_files import read_object, read_object_if_any
+from common.models.source import ModelFiles, resolve
 from common.models.weights.expected import decoder_shapes
 from common.models.weights.inventory import take_inventory
 from common.protocol.errors import ConfigError
+
+SHIPPED = Path(__file__).parent / "drafts"
+"""A folder for each draft model that comes with the package."""
+
+
+def draft_spec(setting: str, target: str, *, made_up: bool = False) -> str:
+    """Return the draft model that `--draft-model` means, as `resolve` takes it: with `auto`, the folder of the one that is
+    shipped for the target.
+
+    target: as in `--model`. made_up: whether its weights are random ones (`--load-format dummy`).
+
+    :raises UnknownModel: if the target is not on this machine, so that nobody knows which one is its own.
+    :raises ConfigError: if none is shipped for it.
+    """
+    if setting != "auto":
+        return setting
+    instead = "name one with --draft-model, or leave that out for n-grams"
+    if made_up:
+        raise ConfigError(f"no draft model is shipped for random weights: {instead}", param="draft_model")
+    files = resolve(target)
+    known: list[str] = []
+    for path in sorted(SHIPPED.glob("*/config.json")):
+        said = read_object(path).get("target")
+        name, revision = (said.get("name"), said.get("revision")) if isinstance(said, dict) else ("", "")
+        if (name, revision) == (files.name, files.revision):
+            return str(path.parent)
+        known.append(f"{name} ({revision})")
+    only = f", only for {', '.join(known)}" if known else ""
+    raise ConfigError(f"no draft model is shipped for {files.name} ({files.revision}){only}: {instead}", param="draft_model")
 
 
 class Lacking(NamedTuple):

@@ -16,7 +16,10 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
 
     draft_model: Annotated[
         str,
-        Meta(description="model that drafts, named as in --model, with the same tokenizer; empty: n-grams of the text so far"),
+        Meta(
+            description="model that drafts, named as in --model, with the same tokenizer; auto: the one that is shipped for "
+            "the model; empty: n-grams of the text so far"
+        ),
     ] = ""
     proposal_tokens: Annotated[
         int,

@@ -13,9 +13,9 @@ from common.engine.load.open import open_engine
 from common.engine.load.precision import FP8_SINCE, QuantizationSetting
 from common.engine.load.runners import resolve_device
 from common.models.config import ModelConfig, load_config
-from common.models.draft_folder import lacking
+from common.models.draft_folder import draft_spec, lacking
 from common.models.source import resolve
-from common.protocol.errors import ConfigError, UnknownModel
+from common.protocol.errors import ConfigError, PenstockError, UnknownModel
 from common.text.vocabulary import check_same_vocabulary, vocabulary_digest
 from services.draft.config import DraftConfig
 
@@ -30,6 +30,20 @@ class DraftEngine:
 
 OpenDraftEngine = Callable[[str, Callable[[int, int], None]], DraftEngine]
 """`open_draft_engine(segment_name, on_progress)`; blocks until the weights are loaded."""
+
+
+def draft_spec_of(config: DraftConfig) -> str:
+    """Return the draft model that settings mean. :raises PenstockError: see `draft_spec`."""
+    return draft_spec(config.draft_model, config.model, made_up=config.load_format == "dummy")
+
+
+def with_draft_model(config: DraftConfig) -> DraftConfig:
+    """Return settings that name the draft model, so that heartbeats do. Where `auto` finds none they are as they were, and
+    `open_draft_engine` says why."""
+    try:
+        return msgspec.structs.replace(config, draft_model=draft_spec_of(config))
+    except PenstockError:
+        return config
 
 
 def engine_settings(config: DraftConfig, spec: str, max_context: int) -> DraftConfig:
@@ -64,9 +78,11 @@ def open_draft_engine(config: DraftConfig, segment_name: str, on_progress: Calla
 
     :raises UnknownModel: the draft model is not on this machine, or the target is not and the draft model takes tensors from
     it.
-    :raises ConfigError: it has another vocabulary than the model it drafts for, or the settings don't fit it or the machine.
+    :raises ConfigError: it has another vocabulary than the model it drafts for, none is shipped, or the settings don't fit it
+    or the machine.
     """
-    files = resolve(config.draft_model, weights=config.load_format != "dummy")
+    named = draft_spec_of(config)
+    files = resolve(named, weights=config.load_format != "dummy")
     if any(lacking(files)):
         from services.draft.complete_draft import complete  # with torch
 
@@ -81,7 +97,7 @@ def open_draft_engine(config: DraftConfig, segment_name: str, on_progress: Calla
     vocabulary = vocabulary_digest(files, model.vocab_size)
     if not vocabulary:
         raise ConfigError(f"the tokenizer of the draft model {files.name} can't be read", param="draft_model")
-    spec = config.draft_model if files.path == resolve(config.draft_model, weights=False).path else str(files.path)
+    spec = named if files.path == resolve(named, weights=False).path else str(files.path)
     settings = engine_settings(config, spec, model.max_context)
     settings = msgspec.structs.replace(settings, quantization=draft_quantization(config, model, _capability(settings)))
     return DraftEngine(open_engine(settings, segment_name, on_progress, drafts=True), vocabulary)

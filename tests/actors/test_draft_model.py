@@ -302,6 +302,19 @@ async def test_heartbeats_say_why_a_model_can_not_be_used(make: Callable[..., Mo
     assert problems[damaged.ref].startswith("no room for weights ") and len(problems[damaged.ref]) == MAX_PROBLEM_CHARS
 
 
+async def test_where_no_draft_model_is_shipped_auto_drafts_nothing_and_says_why(
+    make: Callable[..., ModelDraftActor], caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = MemoryBroker()
+    decoder, draft = Decoder(broker), make(broker, draft_model="auto")
+    async with running(decoder, draft):
+        await until(lambda: [beat.state for beat in decoder.registry.alive("draft", decoder.clock())] == ["ready"])
+        seen = draft.presence("ready")
+        assert seen.credits == 0 and seen.drafting.problem.startswith("no draft model is shipped for tiny (")
+    (line,) = [record.getMessage() for record in caplog.records if "draft_model_unusable" in record.getMessage()]
+    assert seen.drafting.problem in line
+
+
 def reduced(model: Path, folder: Path, ids: np.ndarray) -> Path:
     """The same model with a head that writes the tokens `ids` alone."""
     shutil.copytree(model, folder)

@@ -123,10 +123,22 @@ def test_a_service_without_an_engine_starts_without_torch(service: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_the_page_is_part_of_the_package() -> None:
+def package_data(package: str) -> set[Path]:
+    """Return the files beside its modules that a package is installed with."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "services*" in setuptools["packages"]["find"]["include"]
-    gateway = ROOT / "services" / "gateway"
-    packed = {path for pattern in setuptools["package-data"]["services.gateway"] for path in gateway.glob(pattern)}
-    assert packed == set((gateway / "page").iterdir())
-    assert gateway / "page" / "index.html" in packed
+    assert f"{package.split('.')[0]}*" in setuptools["packages"]["find"]["include"]
+    folder = ROOT.joinpath(*package.split("."))
+    return {path for pattern in setuptools["package-data"][package] for path in folder.glob(pattern)}
+
+
+def test_the_page_is_part_of_the_package() -> None:
+    page = ROOT / "services" / "gateway" / "page"
+    assert package_data("services.gateway") == set(page.iterdir())
+    assert page / "index.html" in package_data("services.gateway")
+
+
+def test_shipped_heads_and_draft_models_are_part_of_the_package() -> None:
+    models = ROOT / "common" / "models"
+    folders = [path.parent for kind in ("heads", "drafts") for path in (models / kind).glob("*/config.json")]
+    assert {folder.parent.name for folder in folders} == {"heads", "drafts"}
+    assert package_data("common.models") == {path for folder in folders for path in folder.iterdir()}
