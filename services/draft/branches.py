@@ -20,7 +20,7 @@ from common.engine.plan import UNKNOWN, BlockCopy, RowSamples, StepRow
 from common.protocol.draft_messages import DraftBranch
 from common.protocol.errors import OutOfBlocks
 from services.draft.choices import MIN_CHANCE, Choice, likeliest
-from services.draft.flights import Flights
+from services.draft.flights import Flights, in_places
 from services.draft.mirror import Branch, BranchKey, Mirror
 from services.draft.mirror_blocks import MirrorBlocks
 
@@ -93,14 +93,29 @@ class Branches:
 
     # -- steps
 
-    def row(self, mirror: Mirror, key: BranchKey, max_tokens: int) -> StepRow | None:
-        """Return the next row of a branch, which is opened if need be; None where there is no room for it."""
+    def rows(self, mirrors: Iterable[Mirror], share: int, max_tokens: int, max_rows: int) -> list[StepRow]:
+        """Return the next rows of branches in the step that is planned, of so many tokens and rows at most. A mirror has
+        `share` branches at most."""
+        chosen: list[tuple[Mirror, BranchKey, int]] = []
+        places: list[int] = []
+        others = len(self.flights.planning.entries)
+        for mirror, key in self.wanting(mirrors, share):
+            opened = mirror.branches.get(key)
+            count = self.flights.pending(opened) if opened else int(self._may_open(mirror, key[0]))
+            if len(chosen) < max_rows and 0 < count <= max_tokens:
+                chosen.append((mirror, key, count))
+                places.append(opened.air.place - others if opened else -1)
+                max_tokens -= count
+        rows = [self._row(*chosen[index]) for index in in_places(places)]
+        return [row for row in rows if row is not None]
+
+    def _row(self, mirror: Mirror, key: BranchKey, count: int) -> StepRow | None:
+        """Return a row with the next `count` tokens of a branch, which is begun if need be; None where there is no room."""
         position, token = key
         opened = mirror.branches.get(key)
         start = opened.begin if opened else position
-        count = self.flights.pending(opened) if opened else 1
         end = start + count
-        if not count or count > max_tokens or end >= self.max_context or not (opened or self._may_open(mirror, position)):
+        if end >= self.max_context:
             return None
         branch = opened or Branch(mirror, position, [token], self.blocks.borrow(mirror.tables, position), position)
         try:

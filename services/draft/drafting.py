@@ -3,7 +3,7 @@
 A mirror's text, and the KV of it:
 
     text  [0, num_confirmed)               what decode has said
-          [num_confirmed, len(text))       drafted behind it: at most `max_drafted` tokens
+          [num_confirmed, len(text))       drafted behind it: `max_drafted` tokens, `stay_tokens` more beside others
     KV    [0, num_computed)                valid; num_computed < len(text): what follows the last token is not known yet
 
     plan ─► (another plan, for a runner that runs ahead) ─► the step has run: commit ─► updates, proposals ─► plan ─► …
@@ -16,7 +16,6 @@ What steps compute meanwhile of a text that is cut is void (`flights.py`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -26,17 +25,15 @@ from common.engine.plan import UNKNOWN, RowSamples, StepPlan, StepResult, StepRo
 from common.protocol.draft_messages import DraftBranch, DraftSampling
 from common.protocol.errors import OutOfBlocks, ProtocolError
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import SamplingParams
 from services.draft.branches import MAX_PROMPT_TABLES, Branches
 from services.draft.choices import TOP_TOKENS, Choice, drawn_in
-from services.draft.flights import Flights
-from services.draft.mirror import Branch, Mirror
+from services.draft.flights import Flights, in_places
+from services.draft.mirror import Branch, Mirror, params_of
 from services.draft.mirror_blocks import MirrorBlocks
 from services.draft.proposer import MirrorKey
 
 MAX_CATCH_UP_TOKENS = 64
 """A mirror with at most so many tokens to compute goes with those that draft; one with more is a prompt, computed in chunks."""
-MAX_SAMPLING_NUMBER = 1000.0
 _ACCEPTANCE_WEIGHT = 0.1
 
 
@@ -51,6 +48,9 @@ class Drafter:
     num_branches: of all mirrors, each with `branch_tokens` tokens behind the first; they have at most `branch_step_tokens`
     tokens of a step. branches_beside: whether they run beside the mirrors' rows, where a larger step takes no longer, or only
     in steps of their own.
+
+    stay_tokens: how much further a mirror is drafted beside others that need it, in the blocks that it has. Where a step has
+    the rows of the one before, the host does less.
     """
 
     def __init__(
@@ -66,10 +66,12 @@ class Drafter:
         branch_tokens: int = 4,
         branch_step_tokens: int = 64,
         branches_beside: bool = True,
+        stay_tokens: int = 0,
     ) -> None:
         self.blocks = MirrorBlocks(pool)
         self.max_sequences = max_sequences
         self.max_drafted = max_drafted
+        self.stay_tokens = stay_tokens
         self.token_budget = token_budget
         self.max_context = min(max_context, self.blocks.longest)
         self.vocab_size = vocab_size
@@ -98,7 +100,7 @@ class Drafter:
         if mirror is not None:
             self._mirrors[key] = mirror
         try:
-            params = self._checked(tokens, sampling or DraftSampling())
+            params = params_of(sampling or DraftSampling(), tokens, self.vocab_size)
         except ProtocolError:
             self.close(key)
             raise
@@ -167,21 +169,27 @@ class Drafter:
         """Return the next step; None when every mirror is drafted as far ahead as it may be, or waits for a step in the air.
 
         Mirrors with the fewest drafted tokens come first: decode uses these up soonest. Prompts get what is left of the budget,
-        the one that has waited longest first. What is left of both is for branches.
+        the one that has waited longest first. What is left of both is for branches. Rows have the order of the step before.
         """
         self.flights.begin()
         self._is_short = False
         pending = {mirror: self.flights.pending(mirror) for mirror in self._mirrors.values() if self._may_draft(mirror)}
         catch_up = min(MAX_CATCH_UP_TOKENS, self.token_budget)
         drafting = [mirror for mirror, count in pending.items() if 0 < count <= catch_up]
+        if all(mirror.num_ahead >= self.max_drafted for mirror in drafting):
+            drafting = []
         prompts = [mirror for mirror, count in pending.items() if count > catch_up]
         drafting.sort(key=lambda mirror: (mirror.num_ahead, mirror.last_step))
         prompts.sort(key=lambda mirror: mirror.last_step)
         budget, flight, rows = self.token_budget, self.flights.planning, list[StepRow]()
-        for mirror in drafting:
-            if pending[mirror] - 1 <= budget and (row := self._row(mirror, pending[mirror])):
+        chosen: list[Mirror] = []
+        for mirror in drafting[: self.max_sequences]:
+            if pending[mirror] - 1 <= budget:
+                chosen.append(mirror)
+                budget -= pending[mirror] - 1
+        for index in in_places([mirror.air.place for mirror in chosen]):
+            if row := self._row(chosen[index], pending[chosen[index]]):
                 rows.append(row)
-                budget -= len(row.tokens) - 1
         for mirror in prompts:
             if budget > 0 and (row := self._row(mirror, part_of(mirror.begin, pending[mirror], budget))):
                 rows.append(row)
@@ -250,21 +258,6 @@ class Drafter:
 
     # -- within
 
-    def _checked(self, tokens: Sequence[int], sampling: DraftSampling) -> SamplingParams:
-        """:raises ProtocolError: for what would fail a step."""
-        if any(not 0 <= token < self.vocab_size for token in tokens):
-            raise ProtocolError(f"token ids must be between 0 and {self.vocab_size - 1}")
-        numbers = (sampling.temperature, sampling.top_p, sampling.min_p)
-        if not all(math.isfinite(number) and 0 <= number <= MAX_SAMPLING_NUMBER for number in numbers) or sampling.min_p > 1:
-            raise ProtocolError("sampling parameters are out of range")
-        return SamplingParams(
-            seed=sampling.seed,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-        )
-
     def _confirm(self, mirror: Mirror, base: int, tokens: Sequence[int]) -> None:
         """The text from `base` on is `tokens`; what was drafted behind them stays if they agree with the text."""
         end = base + len(tokens)
@@ -319,18 +312,25 @@ class Drafter:
             mirror.num_computed = 0
 
     def _proposal(self, mirror: Mirror | None) -> list[int]:
-        if mirror is None or mirror.proposed_end == len(mirror.text):
+        end = 0 if mirror is None else min(len(mirror.text), mirror.num_confirmed + self.max_drafted)
+        if mirror is None or mirror.proposed_end == end:
             return []
-        mirror.proposed_end = len(mirror.text)
-        return mirror.text[mirror.num_confirmed :]
+        mirror.proposed_end = end
+        return mirror.text[mirror.num_confirmed : end]
 
     def _may_draft(self, mirror: Mirror) -> bool:
         return (
             mirror.is_whole
             and not mirror.is_broken
             and 0 < len(mirror.text) < self.max_context
-            and mirror.num_ahead < self.max_drafted
+            and (mirror.num_ahead < self.max_drafted or self._may_stay(mirror))
         )
+
+    def _may_stay(self, mirror: Mirror) -> bool:
+        """Whether a mirror that is drafted as far as it may be goes on, in the blocks that it has."""
+        length = mirror.num_confirmed + mirror.num_ahead
+        is_near = mirror.num_ahead < self.max_drafted + self.stay_tokens
+        return is_near and length <= len(mirror.tables[0]) * self.blocks.block_tokens
 
     def _row(self, mirror: Mirror, num_tokens: int) -> StepRow | None:
         """Return a row with the mirror's next `num_tokens` tokens; None where there is no room for it in this step."""
@@ -359,17 +359,10 @@ class Drafter:
     def _branch_rows(self, budget: int, *, alone: bool) -> list[StepRow]:
         """Return rows of at most `budget` tokens; none while a mirror waits for blocks, which they would keep by beginning anew
         whenever they went for it. alone: the step has no others."""
-        rows: list[StepRow] = []
         if self._is_short or not (share := self._branches_each) or not (alone or self.branches_beside):
-            return rows
+            return []
         mirrors = [mirror for mirror in self._mirrors.values() if mirror.is_whole and not mirror.is_broken]
-        for mirror, key in self.branches.wanting(mirrors, share):
-            if len(self.flights.planning.entries) >= self.max_sequences:
-                break
-            if row := self.branches.row(mirror, key, budget):
-                rows.append(row)
-                budget -= len(row.tokens)
-        return rows
+        return self.branches.rows(mirrors, share, budget, self.max_sequences - len(self.flights.planning.entries))
 
     def _make_room(self, mirror: Mirror, start: int, end: int) -> bool:
         """Take the blocks of a row, if need be from the mirror that was updated least recently of those not in this step."""

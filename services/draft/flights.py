@@ -8,7 +8,7 @@ are passed over. What it has written lies behind the text's valid KV, and later 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from common.engine.plan import BlockCopy, StepPlan
@@ -90,6 +90,7 @@ class Flights:
         """
         air, flight = line.air, self.planning
         feed = air.sample if air.step == flight.step - 1 and end > line.end else -1
+        air.place = len(flight.entries)
         flight.entries.append(Entry(line, air.era))
         air.num_steps += 1
         air.step = air.last = flight.step
@@ -115,3 +116,17 @@ class Flights:
                 mirror.air.num_steps += 1
         mirror.air.last = max(mirror.air.last, branch.air.last)
         mirror.air.step, mirror.air.end, mirror.air.sample = branch.air.step, branch.air.end, branch.air.sample
+
+
+def in_places(places: Sequence[int]) -> list[int]:
+    """Return an order of texts in which as many as can be have the row that they had in the last step: a step with the same
+    rows as the one before costs the host less. places: that row of each text, -1 for none."""
+    order = [-1] * len(places)
+    others: list[int] = []
+    for index, place in enumerate(places):
+        if 0 <= place < len(order) and order[place] < 0:
+            order[place] = index
+        else:
+            others.append(index)
+    rest = iter(others)
+    return [index if index >= 0 else next(rest) for index in order]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.cache.block_table import BlockTable
+from common.protocol.draft_messages import DraftSampling
+from common.protocol.errors import ProtocolError
 from common.protocol.messages import SamplingParams
 from services.draft.choices import Choice
 from services.draft.proposer import MirrorKey
+
+MAX_SAMPLING_NUMBER = 1000.0
 
 
 @dataclass(slots=True)
@@ -16,7 +22,7 @@ class Air:
 
     num_steps: of them, of which the last is number `last`. If that is not void, it is number `step`, too, computes the text up
     to index `end`, and has as its sample `sample` what follows; -1: it samples nothing of it. era: rows planned in an earlier
-    one are void.
+    one are void. place: which of its rows the text had in the last step that it was in; -1: it was in none.
     """
 
     num_steps: int = 0
@@ -25,6 +31,7 @@ class Air:
     step: int = -1
     end: int = 0
     sample: int = -1
+    place: int = -1
 
     def void(self) -> None:
         """What is on its way does not hold."""
@@ -128,3 +135,22 @@ class Mirror:
     def num_ahead(self) -> int:
         """Tokens behind what is confirmed, one that is on its way among them."""
         return max(self.end, self.air.length) - self.num_confirmed
+
+
+def params_of(sampling: DraftSampling, tokens: Sequence[int], vocab_size: int) -> SamplingParams:
+    """Return how a sequence is drawn to which `tokens` are told.
+
+    :raises ProtocolError: for what would fail a step.
+    """
+    if any(not 0 <= token < vocab_size for token in tokens):
+        raise ProtocolError(f"token ids must be between 0 and {vocab_size - 1}")
+    numbers = (sampling.temperature, sampling.top_p, sampling.min_p)
+    if not all(math.isfinite(number) and 0 <= number <= MAX_SAMPLING_NUMBER for number in numbers) or sampling.min_p > 1:
+        raise ProtocolError("sampling parameters are out of range")
+    return SamplingParams(
+        seed=sampling.seed,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+    )

@@ -50,6 +50,8 @@ MAX_PACE_TOKENS = 128
 """Of steps that say how long one takes: others are prompts."""
 MEASURED_STEPS = 9
 """The last ones, whose median is how long one takes."""
+STAY_TOKENS = 8
+"""Tokens of a mirror beyond its proposal, on a GPU: at its limit it would leave the step until the next update."""
 MIN_POLLING_CORES = 8
 """Of a machine on which the event loop asks again and again whether a step has run, which keeps a core busy. A thread that
 waited for it would hold the interpreter when the loop submits the next step (decision 0099)."""
@@ -123,6 +125,7 @@ class ModelDraftActor(DraftActor):
             num_branches=self.config.num_branches(on_gpu=engine.on_gpu),
             branch_tokens=self.config.draft_branch_tokens,
             branches_beside=engine.on_gpu,
+            stay_tokens=STAY_TOKENS if engine.on_gpu else 0,
         )
 
     async def _open(self) -> DraftEngine:

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from common.engine.gpu import logprobs as logprobs_module
+from common.engine.gpu import sampling as sampling_module
 from common.engine.gpu.logprobs import LogprobLaunches, Logprobs
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.masks import StepMasks
@@ -151,3 +152,17 @@ def test_a_sampler_that_repeats_itself_draws_as_a_new_one_would(device: str) -> 
             assert (expected[0][0] >= 32) == (constraint is not None)
             if AWAITED in params:
                 assert (expected[0][2] == 1) == (step >= 1)
+
+
+@DEVICES
+def test_a_sampler_whose_rows_change_places_draws_as_a_new_one_would(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step needs is kept by what its samples ask for, and more kinds of steps come than are kept."""
+    monkeypatch.setattr(sampling_module, "_MOST_EXTRAS", 3)
+    torch.manual_seed(3)
+    kept = DeviceSampler(4, torch.device(device), 3)
+    plain = SamplingParams(temperature=0.0)
+    some = [[ASKING, plain], [plain, ASKING], [FILTERED, ASKING], [ASKING, FILTERED], [ASKING, AWAITED], [ASKING, plain, plain]]
+    for step, params in enumerate(some * 3):
+        logits = torch.randn(len(params), 96, device=device)
+        rows = [StepRow([5], 4 + step, [], 1, each, 4) for each in params]
+        assert sampled(kept, rows, logits) == sampled(DeviceSampler(4, torch.device(device), 3), rows, logits)

@@ -45,6 +45,7 @@ class Site:
         num_branches: int = 0,
         branches_beside: bool = True,
         ahead: str = "",
+        stay_tokens: int = 0,
     ) -> None:
         """ahead: steps are planned while one is in the air, and read their rows "early" or "late", just before results are
         taken: a thread may pack a row after the drafter has gone on."""
@@ -74,6 +75,7 @@ class Site:
             num_branches=num_branches,
             branch_tokens=3,
             branches_beside=branches_beside,
+            stay_tokens=stay_tokens,
         )
         self.plans: list[StepPlan] = []
 
@@ -161,11 +163,12 @@ LIVELOCK = [
     st.sampled_from([0, 4]),
     st.booleans(),
     st.sampled_from(["", "early", "late"]),
+    st.sampled_from([0, 3]),
 )
-@example(LIVELOCK, 18, "chunk", 4, True, "late")
+@example(LIVELOCK, 18, "chunk", 4, True, "late", 0)
 @settings(deadline=None, max_examples=300)
 def test_proposals_are_what_the_model_writes_behind_the_confirmed_tokens(
-    operations: list[tuple[str, int, int]], num_blocks: int, kind: str, num_branches: int, beside: bool, ahead: str
+    operations: list[tuple[str, int, int]], num_blocks: int, kind: str, num_branches: int, beside: bool, ahead: str, stay: int
 ) -> None:
     retentions = {"all": [KEEP_ALL], "window": [KEEP_ALL, Retention(window=6)], "chunk": [KEEP_ALL, Retention(chunk=8)]}[kind]
     site = Site(
@@ -176,6 +179,7 @@ def test_proposals_are_what_the_model_writes_behind_the_confirmed_tokens(
         num_branches=num_branches,
         branches_beside=beside,
         ahead=ahead,
+        stay_tokens=stay,
     )
     drafter = site.drafter
     truth: dict[MirrorKey, list[int]] = {}  # the tokens that the decode worker has told
@@ -218,7 +222,7 @@ def test_proposals_are_what_the_model_writes_behind_the_confirmed_tokens(
     site.settle()
     for mirror, tokens in truth.items():
         if drafter.length(mirror) == len(tokens) and drafter.update(mirror, len(tokens), []):
-            assert drafter.num_drafted(mirror) == 5 or len(tokens) + 5 > drafter.max_context
+            assert 5 <= drafter.num_drafted(mirror) <= 5 + stay or len(tokens) + 5 > drafter.max_context
     drafter.clear()
     drafter.check()
     assert all(group.pool.usage().free == num_blocks for group in site.pool.groups)

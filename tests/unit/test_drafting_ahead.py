@@ -81,3 +81,38 @@ def test_a_branch_takes_over_while_it_and_its_mirror_are_in_the_air(ahead: str) 
     site.settle()
     assert site.drafter.propose([key(0), key(1)], 9) == [site.expected(tokens + said, 0, 9), site.expected([7] * 9, 1, 9)]
     assert site.computed_tokens - computed <= 9 + 8 + 9, "what is in the air for the branch is not computed again"
+
+
+def test_rows_keep_their_places_from_step_to_step() -> None:
+    """So that an engine can go on with the inputs of the step before."""
+    site = Site(max_drafted=12, ahead="early")
+    texts = [[index + 1] * 8 for index in range(4)]
+    for index, tokens in enumerate(texts):
+        site.drafter.update(key(index), 0, tokens, sampling(index))
+    for _ in range(4):
+        site.step()
+    wrong = [(site.expected(texts[1], 1)[0] + 1) % VOCAB]
+    site.drafter.update(key(1), 8, wrong)  # it goes on from here, and was updated last
+    site.drafter.close(key(2))
+    site.plans.clear()
+    for _ in range(3):
+        site.step()
+    cut, *later = site.plans
+    assert [row.feed for row in cut.rows] == [0, -1, 3], "the last one comes into the place of the one that is closed"
+    assert all([row.feed for row in plan.rows] == [0, 1, 2] for plan in later)
+
+
+@pytest.mark.parametrize("ahead", ["", "early"])
+def test_a_mirror_at_its_limit_is_drafted_on_beside_others_in_the_blocks_that_it_has(ahead: str) -> None:
+    site, tokens = Site(stay_tokens=8, ahead=ahead), [3, 1, 4, 1, 5]
+    site.drafter.update(key(0), 0, tokens, sampling(0))
+    site.settle()
+    assert site.drafter.num_drafted(key(0)) == 5, "not alone"
+    held = site.pool.groups[0].pool.usage().owned
+    site.drafter.update(key(1), 0, [2, 7, 1, 8], sampling(1))
+    site.settle()
+    assert site.drafter.num_drafted(key(0)) == 8, "13 tokens: the last one is not computed, and 12 fill three blocks"
+    assert site.drafter.propose([key(0)], 16) == [site.expected(tokens, 0, 5)], "no more than its limit is proposed"
+    assert site.pool.groups[0].pool.usage().owned == held + 2, "those of the other one, of nine tokens"
+    assert site.drafter.update(key(0), 5, site.expected(tokens, 0, 2))
+    assert site.drafter.propose([key(0)], 16) == [site.expected(tokens, 0, 7)[2:]], "what it has drafted already"
