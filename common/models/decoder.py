@@ -139,9 +139,10 @@ class Decoder:
             self.head = loader.pack_head(self.embedding)
         else:
             self.head = loader.pack_head(loader.take(head, config.head_size, config.hidden_size))
-        self._target_ids: torch.Tensor | None = None
+        self.target_ids: torch.Tensor | None = None
+        """int64 [draft_vocab_size], of a head of a part of the vocabulary: the token of each of its rows."""
         if config.draft_vocab_size:
-            self._target_ids = target_ids(loader.take_codes(TARGET_OFFSETS, config.draft_vocab_size), config.vocab_size)
+            self.target_ids = target_ids(loader.take_codes(TARGET_OFFSETS, config.draft_vocab_size), config.vocab_size)
         self.kv_scale = loader.take_kv_scales(config.num_layers, config.num_kv_heads)
         self.k_center: torch.Tensor | None = None
         """float32 [layers, kv_heads, head_dim], subtracted from K where the pool is FP8 (`ops.kv.qkv_rope`); set after load."""
@@ -202,8 +203,8 @@ class Decoder:
         logits = linear(states, self.head, wide=True)
         if cap := self.config.logit_soft_cap:
             logits = logits.div_(cap).tanh_().mul_(cap)
-        if self._target_ids is not None:
-            logits = spread(logits, self._target_ids, self.config.vocab_size)
+        if self.target_ids is not None:
+            logits = spread(logits, self.target_ids, self.config.vocab_size)
         return logits
 
     @torch.inference_mode()

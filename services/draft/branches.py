@@ -32,15 +32,16 @@ MAX_TABLE_TOKENS = 96
 
 class Branches:
     """count: of all mirrors together, in equal shares; 0: none. length: tokens drafted behind a branch's first one.
-    step_tokens: of all branches in a step at most."""
+    reach: tokens of a proposal, within which branches begin. step_tokens: of all branches in a step at most."""
 
     def __init__(
-        self, blocks: MirrorBlocks, flights: Flights, *, count: int, length: int, step_tokens: int, max_context: int
+        self, blocks: MirrorBlocks, flights: Flights, *, count: int, length: int, reach: int, step_tokens: int, max_context: int
     ) -> None:
         self.blocks = blocks
         self.flights = flights
         self.length = max(1, min(length, MAX_TABLE_TOKENS - 1))
         self.count = count
+        self.reach = reach
         self._most_each = MAX_TABLE_TOKENS // (1 + self.length)
         self.step_tokens = step_tokens
         self.max_context = max_context
@@ -59,7 +60,7 @@ class Branches:
         on with, the likeliest first."""
         found: list[tuple[float, Mirror, BranchKey]] = []
         for mirror in mirrors:
-            drafted = range(mirror.num_confirmed, len(mirror.text))
+            drafted = range(mirror.num_confirmed, min(len(mirror.text), mirror.num_confirmed + self.reach))
             choices = [mirror.choices[index] for index in itertools.takewhile(mirror.choices.__contains__, drafted)]
             best = likeliest(mirror.num_confirmed, choices, mirror.acceptance, share, MIN_CHANCE)
             wanted = {(position, token): chance for chance, position, token in best}

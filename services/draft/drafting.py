@@ -83,6 +83,7 @@ class Drafter:
             self.flights,
             count=num_branches,
             length=branch_tokens,
+            reach=max_drafted,
             step_tokens=min(branch_step_tokens, token_budget),
             max_context=self.max_context,
         )

@@ -537,7 +537,7 @@ def test_branches_beyond_a_share_go_when_another_mirror_comes() -> None:
 
 
 def test_a_proposal_with_its_table_takes_less_than_a_kilobyte() -> None:
-    branches = Branches(Site().drafter.blocks, Flights(), count=16, length=16, step_tokens=64, max_context=400)
+    branches = Branches(Site().drafter.blocks, Flights(), count=16, length=16, reach=16, step_tokens=64, max_context=400)
     size = 1 + branches.length
     row = DraftRow("0" * 36, 2**31, [2**31] * 64)
     table = [DraftBranch(accepted=63, tokens=[2**31] * size) for _ in range(branches.share(1))]

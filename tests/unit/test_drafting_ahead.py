@@ -116,3 +116,13 @@ def test_a_mirror_at_its_limit_is_drafted_on_beside_others_in_the_blocks_that_it
     assert site.pool.groups[0].pool.usage().owned == held + 2, "those of the other one, of nine tokens"
     assert site.drafter.update(key(0), 5, site.expected(tokens, 0, 2))
     assert site.drafter.propose([key(0)], 16) == [site.expected(tokens, 0, 7)[2:]], "what it has drafted already"
+
+
+def test_no_branch_begins_behind_what_is_proposed() -> None:
+    site, tokens = Site(num_blocks=256, num_branches=12, max_drafted=4, stay_tokens=16), [3, 1, 4, 1, 5, 9]
+    site.drafter.update(key(0), 0, tokens, sampling(0))
+    for index in range(1, 12):
+        site.drafter.update(key(1), 0, [index, *tokens], sampling(index))  # others to go on beside
+        site.settle()
+        assert all(branch.accepted < 4 for branch in site.drafter.table(key(0)))
+    assert site.drafter.num_drafted(key(0)) > 4

@@ -17,6 +17,7 @@ from common.engine.cpu.runner import CpuRunner
 from common.engine.layer_group import LayerGroup
 from common.engine.plan import StepRow
 from common.models.decoder import Decoder
+from common.models.reduced_vocabulary import spread
 from common.ops.cpu_int8.attention_numba import Step
 from common.ops.cpu_int8.forward_numba import Room, Weights, counters_for, forward
 from common.ops.cpu_int8.team_cpu import together
@@ -85,14 +86,20 @@ class Int8Runner(CpuRunner):
             if num_tokens > len(self._noted):
                 self._noted = np.empty((num_tokens, self.head.state_size), np.float32)
         self._run(where, num_logits, tokens, every, samples)
-        return torch.from_numpy(self._logits[: self._first_read, : self.vocab_size])
+        return self._whole(0, self._first_read)
 
     def read_states(self) -> torch.Tensor:
         residual = torch.from_numpy(self._room.residual[self._first_read : self._num_kept])
         return rms_norm(residual, self.decoder.norm, self.decoder.config.rms_eps)
 
     def read_logits(self, start: int, end: int) -> torch.Tensor:
-        return torch.from_numpy(self._logits[self._first_read + start : self._first_read + end, : self.vocab_size])
+        return self._whole(self._first_read + start, self._first_read + end)
+
+    def _whole(self, start: int, end: int) -> torch.Tensor:
+        """Logits [start, end) of the step, of all tokens."""
+        config = self.decoder.config
+        logits = torch.from_numpy(self._logits[start:end, : config.head_size])
+        return logits if self.decoder.target_ids is None else spread(logits, self.decoder.target_ids, config.vocab_size)
 
     def noted_states(self, rows: Sequence[StepRow]) -> tuple[NDArray[np.float32], Sequence[int]]:
         return self._noted, self._firsts
@@ -118,7 +125,7 @@ class Int8Runner(CpuRunner):
         )
 
     def _new_logits(self, samples: int) -> NDArray[np.float32]:
-        return np.empty((samples, _padded(self.vocab_size, LANES)), np.float32)
+        return np.empty((samples, _padded(self.decoder.config.head_size, LANES)), np.float32)
 
 
 def _rope_table(decoder: Decoder, positions: int) -> NDArray[np.float32]:

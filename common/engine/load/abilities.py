@@ -30,7 +30,7 @@ Feature = Literal[
     "a head of a part of the vocabulary",
 ]
 
-INT8_HAS: frozenset[Feature] = frozenset({"layers without positions"})
+INT8_HAS: frozenset[Feature] = frozenset({"layers without positions", "a head of a part of the vocabulary"})
 """What the CPU's 8-bit engine computes beyond Llama, Qwen2 and Qwen3."""
 
 
