@@ -26,6 +26,12 @@ BLOCK = 4 * PAGE
 CAPACITY = 16 * BLOCK
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many blocks an arena takes at once does not depend on the machine's speed."""
+    monkeypatch.setattr("services.kvstore.arena.MAX_GROWTH_S", 3600.0)
+
+
 class Store:
     """Arenas with a clock that the test turns."""
 
