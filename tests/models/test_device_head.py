@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from tests.models.test_device_runner import device_runner
 from tests.models.test_head import reference_drafts
 
 pytestmark = pytest.mark.usefixtures("kernels")
+slow_param = partial(pytest.param, marks=pytest.mark.slow)
 
 
 class Noting:
@@ -82,12 +84,12 @@ def drafted(runner: DeviceRunner, context: int) -> list[int]:
     return words[1 + LINES :][: words[1]]
 
 
-@pytest.mark.parametrize(("chunk", "normed"), [(100, False), (7, False), (100, True)])
+@pytest.mark.parametrize(("chunk", "normed"), [(100, False), slow_param(7, False), slow_param(100, True)])
 def test_drafts_of_a_model_are_those_of_the_reference(files: ModelFiles, tmp_path: Path, chunk: int, normed: bool) -> None:
     check_drafts(files, open_head(write_head(tmp_path / "head", files, norm_before_residual=normed)), chunk)
 
 
-@pytest.mark.parametrize("chunk", [100, 7])
+@pytest.mark.parametrize("chunk", [slow_param(100), 7])
 def test_drafts_of_an_mtp_layer_are_those_of_the_reference(tmp_path: Path, chunk: int) -> None:
     files = resolve(str(write_mimo(tmp_path / "mimo")))
     head = own_head(files)
@@ -243,8 +245,8 @@ def test_a_head_that_is_right_takes_a_fraction_of_the_steps(files: ModelFiles, t
     "sampling",
     [
         SamplingParams(temperature=0.7, seed=5, max_tokens=40),
-        SamplingParams(temperature=0.9, seed=6, max_tokens=40, top_k=5),
-        SamplingParams(temperature=1.0, seed=7, max_tokens=40, top_p=0.3),
+        slow_param(SamplingParams(temperature=0.9, seed=6, max_tokens=40, top_k=5)),
+        slow_param(SamplingParams(temperature=1.0, seed=7, max_tokens=40, top_p=0.3)),
         SamplingParams(temperature=1.0, seed=8, max_tokens=40, min_p=0.9, top_p=0.9),
     ],
 )
@@ -258,7 +260,7 @@ def test_drafts_are_drawn_as_the_target_draws(files: ModelFiles, tmp_path: Path,
     assert len(found[0]) == 40
 
 
-@pytest.mark.parametrize("wrong", [0.3, 1.0])
+@pytest.mark.parametrize("wrong", [0.3, slow_param(1.0)])
 def test_whatever_it_drafts_texts_are_the_same(files: ModelFiles, tmp_path: Path, wrong: float) -> None:
     """Rows that come at different times, at temperature, with filters, and with penalties, for which nothing is drafted."""
     long = SamplingParams(temperature=0.0, max_tokens=30)

@@ -283,6 +283,7 @@ def test_a_table_takes_jobs_in_the_order_of_words_and_keeps_each_result(
     assert text.count("exit code 1") == 2 and "nothing" in (tmp_path / "missing.log").read_text()
 
 
+@pytest.mark.slow
 def test_jobs_together_wait_until_all_are_ready_and_are_measured_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

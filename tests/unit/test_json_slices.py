@@ -46,7 +46,7 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(value=st.dictionaries(TEXT, JSON, max_size=6), writer=st.sampled_from(WRITERS))
 def test_members_are_those_of_the_object(value: dict[str, Any], writer: Any) -> None:
     body = writer(value)
@@ -54,7 +54,7 @@ def test_members_are_those_of_the_object(value: dict[str, Any], writer: Any) -> 
     assert {name: json.loads(body[span.start : span.end]) for name, span in found.items()} == value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(value=st.lists(JSON, max_size=12), writer=st.sampled_from(WRITERS))
 def test_pieces_are_the_elements_in_order(value: list[Any], writer: Any, slice_bytes: int) -> None:
     body = b'{"x":' + writer(value) + b"}"
