@@ -192,7 +192,7 @@ async def test_where_another_model_is_wrong_its_branches_are_right_now_and_then_
                 draft.drafter.check()
         assert tokens == expected[: len(tokens)]
         counters = decoder.book.counters
-        assert after_a_hit > 3 and counters.num_table_hits + counters.num_table_misses > 10
+        assert after_a_hit and counters.num_table_hits + counters.num_table_misses > 10
         assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
         decoder.book.close("a")
         for worker, message in decoder.book.messages(decoder.ref):
