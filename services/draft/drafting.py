@@ -313,8 +313,10 @@ class Drafter:
             mirror.num_computed = 0
 
     def _proposal(self, mirror: Mirror | None) -> list[int]:
-        end = 0 if mirror is None else min(len(mirror.text), mirror.num_confirmed + self.max_drafted)
-        if mirror is None or mirror.proposed_end == end:
+        if mirror is None:
+            return []
+        end = min(len(mirror.text), mirror.num_confirmed + self.max_drafted)
+        if mirror.proposed_end == end:
             return []
         mirror.proposed_end = end
         return mirror.text[mirror.num_confirmed : end]

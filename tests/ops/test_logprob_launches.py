@@ -157,7 +157,7 @@ def test_a_sampler_that_repeats_itself_draws_as_a_new_one_would(device: str) -> 
 @DEVICES
 def test_a_sampler_whose_rows_change_places_draws_as_a_new_one_would(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step needs is kept by what its samples ask for, and more kinds of steps come than are kept."""
-    monkeypatch.setattr(sampling_module, "_MOST_EXTRAS", 3)
+    monkeypatch.setattr(sampling_module, "_MOST_KNOWN", 3)
     torch.manual_seed(3)
     kept = DeviceSampler(4, torch.device(device), 3)
     plain = SamplingParams(temperature=0.0)

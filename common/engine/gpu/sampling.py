@@ -47,9 +47,9 @@ class _Extras(NamedTuple):
     num_top: int
 
 
-_NONE = np.zeros(0, np.int32)
-_MOST_EXTRAS = 128
-"""Of steps without adjustments and masks, that are kept."""
+_Key = tuple[tuple[int, ...], bytes]
+_MOST_KNOWN = 128
+"""Kinds of steps of which it is kept what they need."""
 
 
 class DeviceSampler:
@@ -73,9 +73,9 @@ class DeviceSampler:
         self._packed: list[SamplingParams] = []
         self._repeated: _Extras | None = None
         """Of the step before, if this one asks for the same."""
-        self._known: dict[tuple[tuple[int, ...], bytes], _Extras] = {}
-        """Of steps without adjustments and masks, by how many log-probabilities each sample asks for, and those that are drawn
-        again."""
+        self._known: dict[_Key, _Extras] = {}
+        """Of steps without adjustments and masks, by the log-probabilities that each sample asks for and which samples have
+        filters."""
         self._logprobs = LogprobLaunches(self.sampled, depth)
         self._warm = self._special = False
 
@@ -138,11 +138,17 @@ class DeviceSampler:
         device = self.sampled.device
         extras, constrained = self._repeated, any(row.is_constrained for row in rows)
         if extras is None or constrained:
-            extras = self._repeated = None if constrained else self._extras_alike()
-        if extras is None:
-            planned = self._counts.plan(rows, logits.shape[1])
-            extras = _extras(rows, self._hosts[self._turn], planned, device)
-            self._counts.count(planned, self._previous)
+            key = None if constrained else self._key()
+            extras = None if key is None else self._known.get(key)
+            if extras is None:
+                planned = self._counts.plan(rows, logits.shape[1])
+                extras = _extras(rows, self._hosts[self._turn], planned, device)
+                self._counts.count(planned, self._previous)
+                if key is not None:
+                    if len(self._known) == _MOST_KNOWN:
+                        self._known.clear()
+                    self._known[key] = extras
+            self._repeated = None if key is None else extras
         adjustments = None if extras.adjustments is None else Adjustments.on(device, extras.adjustments)
         if extras.filtered is not None:
             sample_filtered(logits, extras.filtered, self.draws, self.sampled, results=self.results)
@@ -163,29 +169,12 @@ class DeviceSampler:
                 sample_plain(adjusted, self.draws, self.sampled, rows=rows_again, compact=True, results=into)
         return self._logprobs.launch(logits, extras.asking, extras.num_top) if len(extras.asking) else None
 
-    def _extras_alike(self) -> _Extras | None:
-        """Return what the samples that were loaded need if they ask for the same in every step; else None."""
-        params = self._packed
-        if not all(map(asks_alike, params)):
+    def _key(self) -> _Key | None:
+        """Return what decides what the samples that were loaded need; None where their tokens so far do, too."""
+        if not all(map(asks_alike, self._packed)):
             return None
-        filtered = self._hosts[self._turn].filtered_rows(len(params))
-        key = tuple([one.logprobs for one in params]), filtered.tobytes()
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) == _MOST_EXTRAS:
-                self._known.clear()
-            asking = np.array([index for index, count in enumerate(key[0]) if count >= 0], np.int32)
-            found = self._known[key] = _Extras(
-                filtered=to_device(filtered, self.sampled.device) if len(filtered) else None,
-                masked=_NONE,
-                mask_of=_NONE,
-                adjustments=None,
-                masks_adjusted=False,
-                filters_adjusted=False,
-                asking=asking,
-                num_top=max((0, *key[0])),
-            )
-        return found
+        filtered = self._hosts[self._turn].filtered_rows(len(self._packed))
+        return tuple([one.logprobs for one in self._packed]), filtered.tobytes()
 
     def _on_device(self, masks: StepMasks) -> torch.Tensor:
         """A copy beside the forward pass, which the step's stream waits for."""
