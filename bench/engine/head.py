@@ -34,7 +34,7 @@ from common.engine.gpu import runner as runners
 from common.engine.gpu.head import DeviceHead
 from common.models.head_config import HeadKind, HeadSpec, mtp_spec, usual_layers
 from common.models.head_layer import head_layer
-from common.models.head_weights import HeadTensors
+from common.models.head_weights import HeadLayerTensors, HeadTensors
 from common.models.spec import RopeSpec
 from common.ops.drafting.head_inputs import TargetStep
 from common.ops.drafting.head_rows import advance_drafts
@@ -92,22 +92,25 @@ def tensors_of(runner: Any, kind: HeadKind, draft_vocab: int) -> HeadTensors:
     def ones() -> torch.Tensor:
         return torch.ones(hidden, dtype=dtype, device=device)
 
-    return HeadTensors(
-        spec=spec,
-        fc=made(hidden, spec.fc_inputs),
-        embedding_norm=ones(),
-        feature_norm=ones(),
+    layer = HeadLayerTensors(
         qkv=made(mixer.query_size + 2 * mixer.kv_size, spec.qkv_inputs),
         output=made(hidden, mixer.query_size),
         mlp_norm=ones(),
         gate_up=made(2 * middle, hidden),
         down=made(hidden, middle),
+        input_norm=ones() if kind == "mtp" else None,
+        qkv_bias=made(mixer.query_size + 2 * mixer.kv_size) if spec.qkv_bias else None,
+    )
+    return HeadTensors(
+        spec=spec,
+        fc=made(hidden, spec.fc_inputs),
+        embedding_norm=ones(),
+        feature_norm=ones(),
+        layers=(layer,),
         norm=ones(),
         lm_head=made(draft_vocab, hidden) if kind == "eagle3" else runner.decoder.head,
         ids=torch.arange(spec.draft_vocab_size),
         embedding=runner.decoder.embedding,
-        input_norm=ones() if kind == "mtp" else None,
-        qkv_bias=made(mixer.query_size + 2 * mixer.kv_size) if spec.qkv_bias else None,
     )
 
 

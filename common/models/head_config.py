@@ -29,6 +29,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 _SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 STATES = 3
 """Hidden states of the target that an EAGLE-3 head's feature is made of."""
+MAX_LAYERS = 8
+"""Of a head; more would be a draft model."""
 HeadKind = Literal["eagle3", "mtp"]
 """docs/heads.md says what each computes."""
 _MTP_MODELS = ("mimo",)
@@ -39,7 +41,6 @@ _REFUSED: dict[str, object] = {
     "mlp_bias": False,
     "bias": False,
     "norm_before_fc": False,
-    "num_hidden_layers": 1,
     "hidden_act": "silu",
     "logit_scale": 1.0,
 }
@@ -48,7 +49,8 @@ _REFUSED: dict[str, object] = {
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A head as its config.json describes it. layers: before which layers of the target its hidden states are taken, rising;
-    the target's number of layers stands for behind the last one; empty: the usual ones (`usual_layers`). norm_before_residual:
+    the target's number of layers stands for behind the last one; empty: the usual ones (`usual_layers`). num_layers: its own;
+    those behind the first are as in any decoder. norm_before_residual:
     the normalised feature is what attention and MLP add to. embedding_from_target, head_from_target: None: what the head's file
     does not hold is the target's. target: (name, revision) of the model it was trained for. qkv_bias: Q, K and V have one."""
 
@@ -62,6 +64,7 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     draft_vocab_size: int
     layers: tuple[int, ...]
+    num_layers: int = 1
     kind: HeadKind = "eagle3"
     qkv_bias: bool = False
     norm_before_residual: bool = False
@@ -161,6 +164,9 @@ def read_spec(config: Mapping[str, Any], where: str) -> HeadSpec:
     heads, hidden, vocab = number("num_attention_heads"), number("hidden_size"), number("vocab_size")
     if number("target_hidden_size", default=hidden, given=config) != hidden:
         raise wrong("a head that is not as wide as its target (target_hidden_size) is not supported")
+    num_layers = number("num_hidden_layers", default=1)
+    if num_layers > MAX_LAYERS:
+        raise wrong(f"num_hidden_layers must be at most {MAX_LAYERS}, not '{num_layers}'")
     target = fields("target")
     return HeadSpec(
         hidden_size=hidden,
@@ -173,6 +179,7 @@ def read_spec(config: Mapping[str, Any], where: str) -> HeadSpec:
         vocab_size=vocab,
         draft_vocab_size=number("draft_vocab_size", default=vocab, given=config),
         layers=_layers(config, fields("eagle_config"), where),
+        num_layers=num_layers,
         norm_before_residual=bool(flag("norm_before_residual")),
         embedding_from_target=flag("embedding_from_target"),
         head_from_target=flag("head_from_target"),

@@ -60,22 +60,28 @@ class HeadLayer(ABC):
             rope=self.rope,
             qkv_bias=spec.qkv_bias,
         )
-        self.mixer = AttentionBlock(
-            spec=mixer,
-            form=AttentionForm(mixer.scale, window=WINDOW),
-            heads=HeadForm(num_heads=spec.num_heads, eps=spec.rms_eps),
-            norms=norms(tensors.input_norm),
-            qkv=packed(tensors.qkv, tensors.qkv_bias),
-            q_norm=None,
-            k_norm=None,
-            output=packed(tensors.output),
-        )
-        self.mlp = DenseBlock(
-            DenseSpec(intermediate_size=spec.intermediate_size, activation="silu"),
-            norms(tensors.mlp_norm),
-            packed(tensors.gate_up),
-            packed(tensors.down),
-        )
+        blocks = [
+            (
+                AttentionBlock(
+                    spec=mixer,
+                    form=AttentionForm(mixer.scale, window=WINDOW),
+                    heads=HeadForm(num_heads=spec.num_heads, eps=spec.rms_eps),
+                    norms=norms(layer.input_norm),
+                    qkv=packed(layer.qkv, layer.qkv_bias),
+                    q_norm=None,
+                    k_norm=None,
+                    output=packed(layer.output),
+                ),
+                DenseBlock(
+                    DenseSpec(intermediate_size=spec.intermediate_size, activation="silu"),
+                    norms(layer.mlp_norm),
+                    packed(layer.gate_up),
+                    packed(layer.down),
+                ),
+            )
+            for layer in tensors.layers
+        ]
+        (self.mixer, self.mlp), *self.further = blocks
 
     def rope_table(self, places: int) -> torch.Tensor:
         """Return float32 [places, head_dim], see `RopeTable.table`."""
@@ -88,8 +94,8 @@ class HeadLayer(ABC):
 
     @abstractmethod
     def attend(self, embedded: torch.Tensor, features: torch.Tensor, attention: DeviceAttention) -> Border:
-        """embedded, features: [pairs, hidden_size], the halves of the pairs; features may change. Writes K and V; returns the
-        border in front of the MLP."""
+        """The first layer's attention. embedded, features: [pairs, hidden_size], the halves of the pairs; features may change.
+        Writes K and V; returns the border in front of the MLP."""
 
     @abstractmethod
     def following(self, border: Border, normed: torch.Tensor) -> torch.Tensor:
@@ -97,11 +103,15 @@ class HeadLayer(ABC):
         `forward`, after `read`, which returned `normed`."""
 
     def forward(self, tokens: torch.Tensor, features: torch.Tensor, attention: DeviceAttention) -> Border:
-        """tokens: int64 [pairs]. features: [pairs, hidden_size], changed. Writes K and V; returns the layer's border."""
-        return self.mlp.forward(self.attend(embed(tokens, self.embedding), features, attention))
+        """tokens: int64 [pairs]. features: [pairs, hidden_size], changed. Writes K and V; returns the last layer's border."""
+        border = self.mlp.forward(self.attend(embed(tokens, self.embedding), features, attention))
+        for number, (mixer, mlp) in enumerate(self.further, 1):
+            border = mlp.forward(mixer.forward(border, attention, number, None))
+        return border
 
     def read(self, border: Border) -> torch.Tensor:
-        """border: of `forward`; its residual is the layer's output from here on. Returns [pairs, hidden_size], for `logits`."""
+        """border: of `forward`; its residual is the last layer's output from here on. Returns [pairs, hidden_size], for
+        `logits`."""
         return _normed(border, self.norm)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:

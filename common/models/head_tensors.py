@@ -23,7 +23,7 @@ from common.protocol.errors import ConfigError
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 EAGLE_PREFIXES = "midlayer.", "layers.0."
-"""What the names of an EAGLE-3 layer's tensors begin with: its own, and those of the speculators library."""
+"""What the names of an EAGLE-3 head's first layer begin with: its own, and those of the speculators library."""
 MTP_PREFIX = f"{MTP_LAYERS}0."
 """What all names of the first MTP layer begin with."""
 _FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
@@ -48,23 +48,32 @@ def head_names(kind: HeadKind, prefix: str) -> HeadNames:
     return HeadNames(*(f"{prefix}{name}" for name in own))
 
 
+def further_prefix(layer: int) -> str:
+    """Return what the names of a head's layer behind its first begin with. layer: 1 or more."""
+    return f"layers.{layer}."
+
+
 def head_shapes(spec: HeadSpec, prefix: str = EAGLE_PREFIXES[0]) -> Shapes:
     """Return every tensor that the files of a head with nothing left open must hold."""
     hidden, middle, names = spec.hidden_size, spec.intermediate_size, head_names(spec.kind, prefix)
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    norms = (names.embedding_norm, names.feature_norm, names.input_norm, f"{prefix}post_attention_layernorm", names.norm)
+    further = [further_prefix(layer) for layer in range(1, spec.num_layers)]
+    norms = [names.embedding_norm, names.feature_norm, names.input_norm, names.norm]
+    norms += [f"{layer}input_layernorm" for layer in further]
+    norms += [f"{layer}post_attention_layernorm" for layer in (prefix, *further)]
     shapes: Shapes = {f"{names.fc}.weight": (hidden, spec.fc_inputs)}
     shapes |= {f"{norm}.weight": (hidden,) for norm in norms if norm}
-    for name, size in zip("qkv", (query, kv, kv), strict=True):
-        shapes[f"{prefix}self_attn.{name}_proj.weight"] = (size, spec.qkv_inputs)
-        if spec.qkv_bias:
-            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
-    shapes |= {
-        f"{prefix}self_attn.o_proj.weight": (hidden, query),
-        f"{prefix}mlp.gate_proj.weight": (middle, hidden),
-        f"{prefix}mlp.up_proj.weight": (middle, hidden),
-        f"{prefix}mlp.down_proj.weight": (hidden, middle),
-    }
+    for layer in (prefix, *further):
+        for name, size in zip("qkv", (query, kv, kv), strict=True):
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (size, spec.qkv_inputs if layer == prefix else hidden)
+            if spec.qkv_bias:
+                shapes[f"{layer}self_attn.{name}_proj.bias"] = (size,)
+        shapes |= {
+            f"{layer}self_attn.o_proj.weight": (hidden, query),
+            f"{layer}mlp.gate_proj.weight": (middle, hidden),
+            f"{layer}mlp.up_proj.weight": (middle, hidden),
+            f"{layer}mlp.down_proj.weight": (hidden, middle),
+        }
     if spec.kind == "eagle3":
         shapes[TARGET_OFFSETS] = (spec.draft_vocab_size,)
     if not spec.head_from_target:

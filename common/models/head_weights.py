@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from common.models.decoder import Decoder
 from common.models.head_config import HeadSpec
 from common.models.head_folder import HeadFiles, HeldHead, check_head
-from common.models.head_tensors import EMBEDDING, LM_HEAD, head_names
+from common.models.head_tensors import EMBEDDING, LM_HEAD, further_prefix, head_names
 from common.models.reduced_vocabulary import target_ids
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS
@@ -20,33 +20,41 @@ from common.ops.linear.weight import LinearWeight
 
 
 @dataclass(slots=True, frozen=True)
+class HeadLayerTensors:
+    """One layer, float32. qkv: [(heads + 2 · kv_heads) · head_dim, inputs]; qkv_bias: [its rows], or None.
+    output: [hidden, heads · head_dim]. gate_up: [2 · intermediate, hidden], the gate first. down: [hidden, intermediate].
+    Norms: [hidden]; input_norm, before attention, is None in an EAGLE-3 head's first layer."""
+
+    qkv: torch.Tensor
+    output: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    input_norm: torch.Tensor | None = None
+    qkv_bias: torch.Tensor | None = None
+
+
+@dataclass(slots=True, frozen=True)
 class HeadTensors:
     """float32, where nothing else is said.
 
     fc: [hidden, spec.fc_inputs]; of an MTP layer, the columns of the feature come first.
-    qkv: [(heads + 2 · kv_heads) · head_dim, spec.qkv_inputs]; qkv_bias: [its rows], or None.
-    output: [hidden, heads · head_dim]. gate_up: [2 · intermediate, hidden], the gate first. down: [hidden, intermediate].
+    layers: the first one's attention has `spec.qkv_inputs` inputs, the others' `spec.hidden_size`.
     lm_head: [draft_vocab, hidden]; or the target's, as it is packed, where the head proposes from all of its rows.
     ids: int64 [draft_vocab], the target's id of each row of lm_head, rising.
     embedding: [vocab, hidden], in the target's dtype.
-    Norms: [hidden]; input_norm, before attention, is None in an EAGLE-3 head.
+    Norms: [hidden].
     """
 
     spec: HeadSpec
     fc: torch.Tensor
     embedding_norm: torch.Tensor
     feature_norm: torch.Tensor
-    qkv: torch.Tensor
-    output: torch.Tensor
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    layers: tuple[HeadLayerTensors, ...]
     norm: torch.Tensor
     lm_head: torch.Tensor | LinearWeight
     ids: torch.Tensor
     embedding: torch.Tensor
-    input_norm: torch.Tensor | None = None
-    qkv_bias: torch.Tensor | None = None
 
 
 def load_head(head: HeadFiles, target: Decoder, target_name: str) -> HeadTensors:
@@ -60,21 +68,25 @@ def load_head(head: HeadFiles, target: Decoder, target_name: str) -> HeadTensors
     def weight(name: str) -> torch.Tensor:
         return tensors[f"{name}.weight"]
 
-    def biases() -> torch.Tensor:
-        return torch.cat([tensors[f"{prefix}self_attn.{name}_proj.bias"] for name in "qkv"])
+    def layer(prefix: str, input_norm: str) -> HeadLayerTensors:
+        biases = [tensors[f"{prefix}self_attn.{name}_proj.bias"] for name in "qkv"] if spec.qkv_bias else []
+        return HeadLayerTensors(
+            input_norm=weight(input_norm) if input_norm else None,
+            qkv=torch.cat([weight(f"{prefix}self_attn.{name}_proj") for name in "qkv"]),
+            qkv_bias=torch.cat(biases) if biases else None,
+            output=weight(f"{prefix}self_attn.o_proj"),
+            mlp_norm=weight(f"{prefix}post_attention_layernorm"),
+            gate_up=torch.cat((weight(f"{prefix}mlp.gate_proj"), weight(f"{prefix}mlp.up_proj"))),
+            down=weight(f"{prefix}mlp.down_proj"),
+        )
 
+    further = (further_prefix(number) for number in range(1, spec.num_layers))
     return HeadTensors(
         spec=spec,
         fc=weight(names.fc),
         embedding_norm=weight(names.embedding_norm),
         feature_norm=weight(names.feature_norm),
-        input_norm=weight(names.input_norm) if names.input_norm else None,
-        qkv=torch.cat([weight(f"{prefix}self_attn.{name}_proj") for name in "qkv"]),
-        qkv_bias=biases() if spec.qkv_bias else None,
-        output=weight(f"{prefix}self_attn.o_proj"),
-        mlp_norm=weight(f"{prefix}post_attention_layernorm"),
-        gate_up=torch.cat((weight(f"{prefix}mlp.gate_proj"), weight(f"{prefix}mlp.up_proj"))),
-        down=weight(f"{prefix}mlp.down_proj"),
+        layers=(layer(prefix, names.input_norm), *(layer(name, f"{name}input_layernorm") for name in further)),
         norm=weight(names.norm),
         lm_head=_lm_head(target, ids) if spec.head_from_target else tensors[LM_HEAD],
         ids=ids,

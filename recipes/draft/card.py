@@ -28,7 +28,8 @@ target's.
 
 ## Acceptance
 
-On answers to held-out prompts, whose templates, topics and passages are not in the training data. Column k is the share of
+On answers to held-out prompts, whose templates, topics and passages are not in the training data, and to questions written by
+hand (`HELD_OUT_QUESTIONS` in recipes/draft/questions.py), by which training was watched. Column k is the share of
 places at which the first k proposals equal the target's tokens; the mean counts accepted tokens out of K, without the target's
 own.
 

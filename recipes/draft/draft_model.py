@@ -78,12 +78,13 @@ def new_draft(target: Target, ids: torch.Tensor, size: DraftSize) -> DraftModel:
     with torch.no_grad():
         for layer, source in zip(draft.model.layers, sources, strict=True):
             assert isinstance(layer, Layer) and isinstance(source, Layer)
-            _copy_layer(layer, source)
+            copy_layer(layer, source)
         draft.model.norm.weight.copy_(target.decoder.norm.weight)
     return draft
 
 
-def _copy_layer(layer: Layer, source: Layer) -> None:
+def copy_layer(layer: Layer, source: Layer) -> None:
+    """Give `layer` the weights of `source`, whose MLP may be wider."""
     layer.self_attn.load_state_dict(source.self_attn.state_dict())
     layer.input_layernorm.load_state_dict(source.input_layernorm.state_dict())
     layer.post_attention_layernorm.load_state_dict(source.post_attention_layernorm.state_dict())

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from common.protocol.errors import ConfigError
-from recipes.draft.draft_model import largest_neurons
+from recipes.draft.draft_model import copy_layer, largest_neurons
 from recipes.draft.llama import Attention, Layer, LlamaShape, Mlp, RmsNorm, rotary_tables
 from recipes.draft.target import Target
 
@@ -57,8 +57,9 @@ class MidLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The weights that are trained, and what is the target's: embedding [vocab, hidden], head [draft_vocab, hidden] (rows
-    `ids` of the target's).
+    """`shape.num_hidden_layers` layers, of which the first, `midlayer`, reads pairs, and the others, `layers`, what the one
+    before left. The weights that are trained, and what is the target's: embedding [vocab, hidden], head [draft_vocab, hidden]
+    (rows `ids` of the target's).
 
     feature_scale: [3 * hidden], what the target's residuals are divided by before `fc`, so that channels of very different
     size train equally well; `export` folds it into `fc`.
@@ -81,10 +82,11 @@ class EagleHead(nn.Module):
             )
         if len(layer_ids) != NUM_FEATURES:
             raise ConfigError(f"a head reads {NUM_FEATURES} layers of the target, not {len(layer_ids)}")
-        self.shape = msgspec.structs.replace(shape, num_hidden_layers=1)
+        self.shape = shape
         self.layer_ids = tuple(layer_ids)
         self.fc = nn.Linear(NUM_FEATURES * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = MidLayer(self.shape)
+        self.layers = nn.ModuleDict({str(number): Layer(shape) for number in range(1, shape.num_hidden_layers)})
         self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.register_buffer("feature_scale", torch.ones(NUM_FEATURES * shape.hidden_size))
         self.register_buffer("embedding", embedding, persistent=False)
@@ -111,17 +113,31 @@ class EagleHead(nn.Module):
         embedded = self.embedding[tokens[:, 1:]].to(self.fc.weight.dtype)
         cosines, sines = rotary_tables(count, self.shape, tokens.device)
         feature = self.features(residuals[:, :-1])
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        keys: list[list[torch.Tensor]] = [[] for _ in range(self.shape.num_hidden_layers)]
+        values: list[list[torch.Tensor]] = [[] for _ in keys]
+
+        def mixed(layer: int, attention: Attention, inputs: torch.Tensor) -> torch.Tensor:
+            query, key, value = attention.projected(inputs, cosines, sines)
+            keys[layer].append(key)
+            values[layer].append(value)
+            return unrolled_attention(query, keys[layer], values[layer])
+
         found: list[torch.Tensor] = []
         for _ in range(steps):
-            query, key, value = self.midlayer.self_attn.projected(self.midlayer.inputs(feature, embedded), cosines, sines)
-            keys.append(key)
-            values.append(value)
-            x = self.midlayer.outputs(feature, unrolled_attention(query, keys, values))
+            inputs = self.midlayer.inputs(feature, embedded)
+            x = self.midlayer.outputs(feature, mixed(0, self.midlayer.self_attn, inputs))
+            for number, layer in self.further:
+                attention = layer.self_attn
+                x = x + attention.joined(mixed(number, attention, layer.input_layernorm(x))).to(x.dtype)
+                x = x + layer.mlp(layer.post_attention_layernorm(x)).to(x.dtype)
             found.append(x)
             feature = x.roll(1, 1)
         return found
+
+    @property
+    def further(self) -> list[tuple[int, Layer]]:
+        """The layers behind `midlayer` with their numbers."""
+        return [(int(name), layer) for name, layer in self.layers.items() if isinstance(layer, Layer)]
 
 
 def unrolled_attention(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -157,34 +173,43 @@ def draft_step_by_step(
     residuals: [known - 1, 3 * hidden]; tokens: int64 [known]: the last token has not been through the target. Returns the
     outputs of the steps, [steps, hidden], and the target's ids that were proposed.
     """
-    attention = head.midlayer.self_attn
     embedded = head.embedding[tokens[1:]].to(head.fc.weight.dtype)[None]
     feature = head.features(residuals)[None]
     total = len(tokens) - 1 + steps
     cosines, sines = rotary_tables(total, head.shape, tokens.device)
-    keys = values = torch.empty(1, head.shape.num_key_value_heads, 0, head.shape.head_dim, device=tokens.device)
+    nothing = torch.empty(1, head.shape.num_key_value_heads, 0, head.shape.head_dim, device=tokens.device)
+    keys, values = ([nothing] * head.shape.num_hidden_layers for _ in range(2))
     outputs: list[torch.Tensor] = []
     proposed: list[int] = []
-    for _ in range(steps):
-        begin = keys.shape[2]
-        end = begin + feature.shape[1]
-        inputs = head.midlayer.inputs(feature, embedded)
+
+    def mixed(layer: int, attention: Attention, inputs: torch.Tensor) -> torch.Tensor:
+        begin = keys[layer].shape[2]
+        end = begin + inputs.shape[1]
         query, key, value = attention.projected(inputs, cosines[begin:end], sines[begin:end])
-        keys, values = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+        keys[layer], values[layer] = torch.cat([keys[layer], key], 2), torch.cat([values[layer], value], 2)
         visible = torch.ones(end - begin, end, dtype=torch.bool, device=tokens.device).tril(begin)
-        mixed = functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, enable_gqa=True)
-        feature = head.midlayer.outputs(feature, mixed)[:, -1:]
+        return functional.scaled_dot_product_attention(query, keys[layer], values[layer], attn_mask=visible, enable_gqa=True)
+
+    for _ in range(steps):
+        inputs = head.midlayer.inputs(feature, embedded)
+        x = head.midlayer.outputs(feature, mixed(0, head.midlayer.self_attn, inputs))
+        for number, layer in head.further:
+            x = x + layer.self_attn.joined(mixed(number, layer.self_attn, layer.input_layernorm(x)))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        feature = x[:, -1:]
         outputs.append(feature[0, 0])
         proposed.append(int(head.ids[head.logits(feature[0, 0]).argmax()]))
         embedded = head.embedding[proposed[-1]].to(head.fc.weight.dtype)[None, None]
     return torch.stack(outputs), proposed
 
 
-def new_head(target: Target, ids: torch.Tensor, intermediate_size: int, layer_ids: Sequence[int] = ()) -> EagleHead:
-    """Return a head in fp32 that begins with the target's last layer and final norm; see `fit_features` for `fc`.
+def new_head(
+    target: Target, ids: torch.Tensor, intermediate_size: int, layer_ids: Sequence[int] = (), num_layers: int = 1
+) -> EagleHead:
+    """Return a head in fp32 that begins with the target's last layers and final norm; see `fit_features` for `fc`.
 
-    Attention begins with the target's weights for both its inputs, at half their size. An MLP that is narrower than the
-    target's keeps the neurons with the largest product of weight norms.
+    The first layer's attention begins with the target's weights for both its inputs, at half their size. An MLP that is
+    narrower than the target's keeps the neurons with the largest product of weight norms.
 
     :raises ConfigError: if the head does not fit the target.
     """
@@ -195,12 +220,17 @@ def new_head(target: Target, ids: torch.Tensor, intermediate_size: int, layer_id
         raise ConfigError(f"a head has an MLP of 1 to {target.shape.intermediate_size}, not {intermediate_size}")
     if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target.shape.vocab_size:
         raise ConfigError(f"the draft vocabulary must be ids below {target.shape.vocab_size}")
-    shape = msgspec.structs.replace(target.shape, intermediate_size=intermediate_size)
+    if not 1 <= num_layers <= target.shape.num_hidden_layers:
+        raise ConfigError(f"a head has 1 to {target.shape.num_hidden_layers} layers, not {num_layers}")
+    shape = msgspec.structs.replace(target.shape, intermediate_size=intermediate_size, num_hidden_layers=num_layers)
     ids = ids.to(target.head.device)
     head = EagleHead(shape, layer_ids, target.embedding, target.head[ids], ids).to(target.head.device)
-    source = target.decoder.layers[-1]
+    source, *others = target.decoder.layers[-num_layers:]
     assert isinstance(source, Layer)
     with torch.no_grad():
+        for (_, layer), other in zip(head.further, others, strict=True):
+            assert isinstance(other, Layer)
+            copy_layer(layer, other)
         for name in ("q_proj", "k_proj", "v_proj"):
             weight = getattr(source.self_attn, name).weight
             getattr(head.midlayer.self_attn, name).weight.copy_(torch.cat([weight, weight], 1) / 2)

@@ -1,9 +1,10 @@
-"""Prints how many tokens of a draft model, and of the n-gram proposer beside it, the target's held-out answers accept.
+"""Prints how many tokens of a draft, and of the n-gram proposer beside it, the target's answers to other prompts accept.
 
     python -m recipes.draft.evaluate build/draft build/draft/model
 
-For each temperature: the share of places at which the first k proposals are all accepted, for k = 1 to 8, and the mean number
-of accepted tokens for K proposals. With `--card` the table goes into the folder's README.md, the model card.
+Answers to held-out prompts, and to the questions that were written by hand. For each temperature: the share of places at which
+the first k proposals are all accepted, for k = 1 to 8, and the mean number of accepted tokens for K proposals. With `--card`
+the table goes into the folder's README.md, the model card.
 """
 
 from __future__ import annotations
@@ -34,29 +35,31 @@ from recipes.draft.card import write_card
 from recipes.draft.eagle_acceptance import eagle_proposer
 from recipes.draft.export import load_folder
 from recipes.draft.export_eagle import ARCHITECTURE, load_eagle
-from recipes.draft.samples import read_samples
+from recipes.draft.samples import read_samples, shards
 from recipes.draft.target import Target, load_target
-from recipes.draft.train import CHECKPOINT
 from recipes.draft.train_eagle import EAGLE_CHECKPOINT
-from recipes.draft.trainer import device_of, dtype_of, read_checkpoint
+from recipes.draft.trainer import CHECKPOINT, device_of, dtype_of, read_checkpoint
 
 PROPOSED = (2, 4, 8)
 """K of the mean accepted length."""
 DRAFT_MODEL = "draft model"
+JUDGED = ("held_out", "questions")
+"""Prompts that nothing was trained on."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What one proposer reaches at one temperature; see `survival`."""
+    """What one proposer reaches on one kind of prompts at one temperature; see `survival`."""
 
+    prompts: str
     proposer: str
     temperature: float
     places: int
     survived: list[float]
 
 
-def measure(starts: Mapping[float, Sequence[Start]], proposers: Mapping[str, Proposer]) -> list[Row]:
+def measure(prompts: str, starts: Mapping[float, Sequence[Start]], proposers: Mapping[str, Proposer]) -> list[Row]:
     return [
-        Row(name, temperature, len(some), survival(some, propose))
+        Row(prompts, name, temperature, len(some), survival(some, propose))
         for temperature, some in starts.items()
         for name, propose in proposers.items()
     ]
@@ -71,10 +74,10 @@ def proposer_of(folder: Path, target: Target) -> tuple[str, Proposer]:
 
 def table_of(rows: Sequence[Row]) -> str:
     """Return a table in Markdown."""
-    heads = ["proposer", "T", "places"]
+    heads = ["prompts", "proposer", "T", "places"]
     heads += [f"k={position}" for position in range(1, MAX_PROPOSED + 1)] + [f"mean of K={count}" for count in PROPOSED]
     lines = [
-        [row.proposer, f"{row.temperature:g}", str(row.places)]
+        [row.prompts, row.proposer, f"{row.temperature:g}", str(row.places)]
         + [f"{share:.3f}" for share in row.survived]
         + [f"{mean_accepted(row.survived, count):.2f}" for count in PROPOSED]
         for row in rows
@@ -84,7 +87,7 @@ def table_of(rows: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes.draft.evaluate", description=__doc__)
-    parser.add_argument("folder", type=Path, help="holds the held-out shards")
+    parser.add_argument("folder", type=Path, help="holds the shards of held-out prompts and of questions")
     parser.add_argument("draft", type=Path, help="an exported draft model")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--device", default="auto")
@@ -95,13 +98,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--card", action="store_true", help="write the model card into the draft model's folder")
     arguments = parser.parse_args(argv)
     try:
-        starts = by_temperature(
-            starts_of(read_samples(arguments.folder, "held_out"), arguments.per_sample, arguments.max_length)
-        )
+        answers = {kind: read_samples(arguments.folder, kind) for kind in JUDGED if shards(arguments.folder, kind)}
+        if not answers:
+            raise ConfigError(f"{arguments.folder} holds no answers to {' or '.join(JUDGED)}: run recipes.draft.write first")
         device = device_of(arguments.device)
         target = load_target(resolve(arguments.model), device, dtype_of(device))
         name, propose = proposer_of(arguments.draft, target)
-        rows = measure(starts, {name: propose, "n-gram": ngram_proposer()})
+        rows: list[Row] = []
+        for kind, samples in answers.items():
+            starts = by_temperature(starts_of(samples, arguments.per_sample, arguments.max_length))
+            rows += measure(kind.replace("_", " "), starts, {name: propose, "n-gram": ngram_proposer()})
         table = table_of(rows)
         print(table)
         (arguments.draft / "acceptance.json").write_bytes(msgspec.json.encode(rows))

@@ -21,8 +21,7 @@ from common.protocol.errors import ConfigError
 from recipes.draft.draft_model import DraftModel
 from recipes.draft.llama import LlamaShape
 from recipes.draft.target import Target, load_target
-from recipes.draft.train import CHECKPOINT
-from recipes.draft.trainer import read_checkpoint
+from recipes.draft.trainer import CHECKPOINT, read_checkpoint
 from recipes.draft.vocabulary import d2t_of
 
 WEIGHTS = "model.safetensors"

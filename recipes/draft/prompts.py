@@ -3,7 +3,8 @@
     python -m recipes.draft.prompts build/draft --train 24000 --held-out 400
 
 Passages come from Python's documentation and standard library and from /usr/share/common-licenses, all of which allow it.
-Held-out prompts share no template, topic or passage with those for training. Each prompt is a line of JSON: `messages` and
+Held-out prompts share no template, topic or passage with those for training, and `questions.jsonl` has questions that were
+written by hand for judging drafts alone. Each prompt is a line of JSON: `messages` and
 `template`.
 """
 
@@ -19,9 +20,11 @@ import msgspec
 
 from bench.engine.texts import sources
 from common.protocol.errors import ConfigError
-from recipes.draft import templates
+from recipes.draft import questions, templates
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "held_out", "questions"]
+QUESTION_SHARE = 0.5
+"""Of training prompts made of templates, those of one line that `questions` has."""
 _PASSAGE_CHARACTERS = (300, 900)
 _MAX_REPEATS = 2000
 """Prompts in a row that were there before: then the generator has no more."""
@@ -40,16 +43,22 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 def prompts(split: Split, count: int, seed: int) -> list[Prompt]:
-    """Return `count` different prompts: a pure function of the arguments and of the text on this machine.
+    """Return `count` different prompts: a pure function of the arguments and of the text on this machine. Of "questions" all
+    that there are.
 
     :raises ConfigError: if there are not so many.
     """
+    if split == "questions":
+        asked = enumerate(questions.HELD_OUT_QUESTIONS)
+        return [Prompt((Message("user", text),), f"{split}/{number}") for number, text in asked]
     generator = random.Random(f"{split}/{seed}")
     passages = _passages(split)
     found: dict[Prompt, None] = {}
     repeats = 0
     while len(found) < count:
         prompt = _prompt(split, generator, passages)
+        if prompt.messages[-1].content in questions.HELD_OUT_QUESTIONS:
+            continue
         repeats = repeats + 1 if prompt in found else 0
         if repeats > _MAX_REPEATS:
             raise ConfigError(f"the generator has {len(found)} different prompts of {split}, and {count} are wanted")
@@ -58,7 +67,7 @@ def prompts(split: Split, count: int, seed: int) -> list[Prompt]:
 
 
 def _prompt(split: Split, generator: random.Random, passages: dict[str, list[str]]) -> Prompt:
-    families = templates.TRAIN if split == "train" else templates.HELD_OUT
+    families = _families(split, generator)
     kind = generator.choice(list(families))
     number = generator.randrange(len(families[kind]))
     turns = families[kind][number]
@@ -72,6 +81,21 @@ def _prompt(split: Split, generator: random.Random, passages: dict[str, list[str
         "task": lambda: generator.choice(_half(templates.CODE_TASKS, split)),
         "sentence": lambda: generator.choice(_half(templates.SENTENCES, split)),
         "event": lambda: generator.choice(_half(templates.EVENTS, split)),
+        "figure": lambda: generator.choice(questions.FIGURES),
+        "place": lambda: generator.choice(questions.PLACES),
+        "pair": lambda: generator.choice(questions.PAIRS),
+        "why": lambda: generator.choice(questions.WHYS),
+        "cause": lambda: generator.choice(questions.CAUSES),
+        "word": lambda: generator.choice(questions.WORDS),
+        "howto": lambda: generator.choice(questions.HOW_TO),
+        "dish": lambda: generator.choice(questions.DISHES),
+        "problem": lambda: generator.choice(questions.PROBLEMS),
+        "habit": lambda: generator.choice(questions.HABITS),
+        "thing": lambda: generator.choice(questions.THINGS),
+        "form": lambda: generator.choice(questions.FORMS),
+        "work": lambda: generator.choice(questions.WORKS),
+        "goods": lambda: generator.choice(questions.GOODS),
+        "concept": lambda: generator.choice(questions.CONCEPTS),
         "number": lambda: str(generator.randint(3, 10)),
         "a": lambda: str(generator.randint(2, 400)),
         "b": lambda: str(generator.randint(2, 99)),
@@ -92,6 +116,12 @@ def _prompt(split: Split, generator: random.Random, passages: dict[str, list[str
     if generator.random() < 0.2 and kind != "system":
         messages.insert(0, Message("system", generator.choice(_half(templates.SYSTEMS, split))))
     return Prompt(tuple(messages), f"{split}/{kind}/{number}")
+
+
+def _families(split: Split, generator: random.Random) -> templates.Templates:
+    if split == "held_out":
+        return templates.HELD_OUT
+    return questions.QUESTIONS if generator.random() < QUESTION_SHARE else templates.TRAIN
 
 
 def _with_roles(turns: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -151,13 +181,13 @@ def read(path: Path) -> list[Prompt]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes.draft.prompts", description=__doc__)
-    parser.add_argument("folder", type=Path, help="train.jsonl and held_out.jsonl are written there")
+    parser.add_argument("folder", type=Path, help="train.jsonl, held_out.jsonl and questions.jsonl are written there")
     parser.add_argument("--train", type=int, default=24_000, help="prompts (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=400, help="prompts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    counts: dict[Split, int] = {"train": arguments.train, "held_out": arguments.held_out}
+    counts: dict[Split, int] = {"train": arguments.train, "held_out": arguments.held_out, "questions": 0}
     for split, count in counts.items():
         found = prompts(split, count, arguments.seed)
         write(arguments.folder / f"{split}.jsonl", found)

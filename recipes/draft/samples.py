@@ -94,6 +94,14 @@ def read_samples(folder: Path, split: str) -> list[Sample]:
     return samples
 
 
+def read_judged(folder: Path) -> list[Sample]:
+    """Return the samples that a run is judged by as it goes: questions, or, if there are none, held-out ones.
+
+    :raises ConfigError: if there are neither.
+    """
+    return read_samples(folder, "questions" if shards(folder, "questions") else "held_out")
+
+
 def shards(folder: Path, split: str) -> list[Path]:
     return sorted(path for path in folder.glob(f"{split}-*.npz") if not path.name.endswith(".partial.npz"))
 

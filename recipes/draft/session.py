@@ -149,7 +149,7 @@ def pack(data: Path, out: Path) -> None:
         if (data / name).is_dir():
             _zip(out / f"{name}.zip", sorted((data / name).iterdir()), data)
     rest = [data / name for name in (LOG, EAGLE_LOG, "vocabulary.npy")]
-    _zip(out / "rest.zip", [*rest, *data.glob("held_out-*.npz")], data)
+    _zip(out / "rest.zip", [*rest, *data.glob("held_out-*.npz"), *data.glob("questions-*.npz")], data)
     groups: list[list[Path]] = [[]]
     for path in sorted(data.glob("train-*.npz")):
         if sum(one.stat().st_size for one in [*groups[-1], path]) > ZIP_BYTES and groups[-1]:

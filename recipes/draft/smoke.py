@@ -22,6 +22,7 @@ from recipes.draft.samples import Sample
 from recipes.draft.target import Target, frozen
 from recipes.draft.train_eagle import EagleSettings, EagleTrainer
 from recipes.draft.trainer import device_of, dtype_of
+from recipes.draft.vocabulary import DEFAULT_SIZE
 
 SHAPE = LlamaShape(
     vocab_size=49_152,
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=3072, help="answers in work at once (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer (default: %(default)s)")
     parser.add_argument("--batch-tokens", type=int, default=EagleSettings().batch_tokens)
-    parser.add_argument("--ids", type=int, default=8192, help="draft vocabulary (default: %(default)s)")
+    parser.add_argument("--ids", type=int, default=DEFAULT_SIZE, help="draft vocabulary (default: %(default)s)")
     arguments = parser.parse_args(argv)
     begun = time.monotonic()
     device = device_of("auto")

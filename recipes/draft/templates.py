@@ -8,7 +8,7 @@ from __future__ import annotations
 Templates = dict[str, tuple[tuple[str, ...], ...]]
 
 
-def _items(text: str) -> tuple[str, ...]:
+def items(text: str) -> tuple[str, ...]:
     """Return what semicolons separate, each on one line."""
     return tuple(" ".join(item.split()) for item in text.split(";"))
 
@@ -170,7 +170,7 @@ SYSTEMS = (
     "You are an experienced editor.",
     "You are a friendly guide who likes examples.",
 )
-TOPICS = _items(
+TOPICS = items(
     """
     photosynthesis; gravity; the water cycle; black holes; vaccines; DNA; plate tectonics; evolution; climate change;
     electricity; solar panels; batteries; the internet; search engines; machine learning; neural networks; operating systems;
@@ -190,7 +190,7 @@ TOPICS = _items(
     gold; wool; wind; snow; rainbows; the sun
     """
 )
-CODE_TASKS = _items(
+CODE_TASKS = items(
     """
     reverses a string; finds the largest number in a list; counts words in a file; checks whether a number is prime; sorts a
     list of names; removes duplicates from a list; computes the factorial of a number; merges two sorted lists; reads a CSV file
@@ -201,7 +201,7 @@ CODE_TASKS = _items(
     finds the most common word; groups records by date; retries a request with back-off; caches results of a function
     """
 )
-SENTENCES = _items(
+SENTENCES = items(
     """
     The train leaves at nine in the morning.; I would like a cup of coffee, please.; She has lived in this town for twenty
     years.; The meeting was moved to next Thursday.; It rained the whole day, but nobody minded.; We are looking for a quiet
@@ -212,7 +212,7 @@ SENTENCES = _items(
     noise came from.; The experiment failed, which taught us a lot.; Spring came early that year.
     """
 )
-EVENTS = _items(
+EVENTS = items(
     """
     a birthday party; a project that is late; a job application; a broken heating; a school trip; a wedding; a meeting next
     week; a lost parcel; a holiday in the mountains; a conference; a charity run; a team lunch; a house move; a product launch;

@@ -21,19 +21,19 @@ from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import ConfigError
 from recipes.draft.acceptance import by_temperature, draft_proposer, starts_of
 from recipes.draft.draft_model import DraftModel, DraftSize, new_draft
-from recipes.draft.samples import Batch, Sample, read_samples
+from recipes.draft.export import load_folder
+from recipes.draft.samples import Batch, Sample, read_judged, read_samples
 from recipes.draft.target import Target, load_target
-from recipes.draft.trainer import BaseTrainer, Paths, RunSettings, add_arguments, device_of, dtype_of, train
+from recipes.draft.trainer import CHECKPOINT, BaseTrainer, Paths, RunSettings, add_arguments, device_of, dtype_of, train
 from recipes.draft.vocabulary import read_ids
 
-CHECKPOINT = "checkpoint.pt"
 LOG = "training_log.jsonl"
 
 
 class Settings(RunSettings, frozen=True, kw_only=True):
     """chosen_weight: of the cross-entropy to the tokens that the target wrote, beside KL with weight 1."""
 
-    layers: int = 2
+    layers: int = 4
     intermediate_size: int = 0
     chosen_weight: float = 0.1
 
@@ -48,6 +48,12 @@ class Trainer(BaseTrainer):
         size = DraftSize(settings.layers, settings.intermediate_size)
         self.draft: DraftModel = new_draft(target, ids, size).to(target.embedding.device)
         super().__init__(target, self.draft.ids, samples, settings, self.draft.model)
+
+    def begin_with(self, draft: DraftModel) -> None:
+        """Take the weights of a draft model that was trained before. :raises ConfigError: if it has another shape."""
+        if draft.shape != self.draft.shape:
+            raise ConfigError(f"the draft model to begin with has another shape: {draft.shape}")
+        self.draft.model.load_state_dict(draft.model.state_dict())
 
     def losses(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return mean KL and mean cross-entropy of the answers' positions, float32 scalars."""
@@ -81,10 +87,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = Settings(**{name: getattr(arguments, name) for name in Settings.__struct_fields__})
     try:
         ids = torch.from_numpy(read_ids(folder / "vocabulary.npy"))
-        samples, held_out = read_samples(folder, "train"), read_samples(folder, "held_out")
-        starts = by_temperature(starts_of(held_out, arguments.places, settings.max_length))
+        samples, judged = read_samples(folder, "train"), read_judged(folder)
+        starts = by_temperature(starts_of(judged, arguments.places, settings.max_length))
         device = device_of(arguments.device)
-        trainer = Trainer(load_target(resolve(arguments.model), device, dtype_of(device)), ids, samples, settings)
+        target = load_target(resolve(arguments.model), device, dtype_of(device))
+        trainer = Trainer(target, ids, samples, settings)
+        if arguments.start is not None:
+            trainer.begin_with(load_folder(arguments.start, target))
         paths = Paths(folder / CHECKPOINT, folder / LOG)
         train(trainer, paths, starts, draft_proposer(trainer.draft), arguments, deadline_s)
     except ConfigError as error:

@@ -24,8 +24,8 @@ from common.protocol.errors import ConfigError
 from recipes.draft.acceptance import by_temperature, mean_accepted, starts_of
 from recipes.draft.eagle import EagleHead, fit_features, new_head
 from recipes.draft.eagle_acceptance import eagle_proposer
-from recipes.draft.export_eagle import export_eagle
-from recipes.draft.samples import Batch, Sample, collate, read_samples
+from recipes.draft.export_eagle import export_eagle, load_eagle
+from recipes.draft.samples import Batch, Sample, collate, read_judged, read_samples
 from recipes.draft.target import Target, load_target
 from recipes.draft.trainer import BaseTrainer, Paths, RunSettings, add_arguments, device_of, dtype_of, train
 from recipes.draft.vocabulary import read_ids
@@ -37,9 +37,10 @@ JUDGED = 2
 
 
 class EagleSettings(RunSettings, frozen=True, kw_only=True):
-    """intermediate_size: of the MLP; layer_ids: of the target's residuals, "auto" or three numbers with commas; unroll: draft
-    steps from every position."""
+    """layers: of the head; intermediate_size: of their MLPs; layer_ids: of the target's residuals, "auto" or three numbers with
+    commas; unroll: draft steps from every position."""
 
+    layers: int = 2
     intermediate_size: int = 1344
     layer_ids: str = "auto"
     unroll: int = 4
@@ -56,12 +57,29 @@ class EagleTrainer(BaseTrainer):
         if settings.unroll < 1:
             raise ConfigError("unroll must be at least 1")
         self.settings = settings
-        self.draft: EagleHead = new_head(target, ids, settings.intermediate_size, parsed_ids(settings.layer_ids))
+        self.draft: EagleHead = new_head(
+            target, ids, settings.intermediate_size, parsed_ids(settings.layer_ids), settings.layers
+        )
         super().__init__(target, self.draft.ids, samples, settings, self.draft)
         some = collate(self.samples[:32], settings.max_length)
         residuals, _ = target.states(some.tokens.to(self.device), self.draft.layer_ids)
         inside = torch.arange(some.tokens.shape[1]) < torch.tensor([[len(one.tokens)] for one in self.samples[:32]])
         fit_features(self.draft, residuals[inside.to(self.device)])
+
+    def begin_with(self, head: EagleHead) -> None:
+        """Take the weights of a head that was trained before.
+
+        :raises ConfigError: if it has another shape, or reads other layers.
+        """
+        draft = self.draft
+        if (head.shape, head.layer_ids) != (draft.shape, draft.layer_ids):
+            raise ConfigError(f"the head to begin with has another shape: {head.shape}, of layers {head.layer_ids}")
+        scale = draft.feature_scale.clone()
+        with torch.no_grad():
+            draft.load_state_dict(head.state_dict())
+            # its own scale is within its fc
+            draft.fc.weight.mul_(scale / head.feature_scale)
+            draft.feature_scale.copy_(scale)
 
     def losses(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the loss, and of the first and the last draft step the cross-entropy and how often its likeliest id is the
@@ -113,12 +131,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = EagleSettings(**{name: getattr(arguments, name) for name in EagleSettings.__struct_fields__})
     try:
         ids = torch.from_numpy(read_ids(folder / "vocabulary.npy"))
-        samples, held_out = read_samples(folder, "train"), read_samples(folder, "held_out")
-        starts = by_temperature(starts_of(held_out, arguments.places, settings.max_length))
+        samples, judged = read_samples(folder, "train"), read_judged(folder)
+        starts = by_temperature(starts_of(judged, arguments.places, settings.max_length))
         device = device_of(arguments.device)
         torch.set_float32_matmul_precision("high")  # of the target's bf16 numbers, TF32 products are exact
         target = load_target(resolve(arguments.model), device, dtype_of(device))
         trainer = EagleTrainer(target, ids, samples, settings)
+        if arguments.start is not None:
+            trainer.begin_with(load_eagle(arguments.start, target))
         best = -1.0
 
         def evaluated(survived: Mapping[float, list[float]]) -> None:

@@ -24,12 +24,16 @@ from recipes.draft.acceptance import Proposer, Start, survival
 from recipes.draft.samples import Batch, Sample, batches, collate
 from recipes.draft.target import Target
 
+CHECKPOINT = "checkpoint.pt"
+"""Of a draft model."""
+
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is a function of, beside its data and what it trains.
 
     steps: 0 for as many as fit into `schedule_minutes` of training, over all calls (0: into this call); batch_tokens: of a
-    step, with padding; max_length: of a sequence, in tokens.
+    step, with padding; max_length: of a sequence, in tokens; muon: matrices are trained with Muon (Jordan et al., 2024) instead
+    of AdamW.
     """
 
     steps: int = 0
@@ -37,9 +41,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int = 100
     batch_tokens: int = 16_384
     max_length: int = 832
-    learning_rate: float = 1e-3
+    learning_rate: float = 0.012
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+    muon: int = 1
     seed: int = 0
 
 
@@ -69,10 +74,16 @@ class BaseTrainer(ABC):
         self.device = target.embedding.device
         matrices = [parameter for parameter in trained.parameters() if parameter.ndim > 1]
         norms = [parameter for parameter in trained.parameters() if parameter.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-        self.optimiser = torch.optim.AdamW(
-            groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=self.device.type == "cuda"
-        )
+        decay, rate = settings.weight_decay, settings.learning_rate
+        groups = [{"params": norms, "weight_decay": 0.0}]
+        if not settings.muon:
+            groups.append({"params": matrices, "weight_decay": decay})
+        self.optimisers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=self.device.type == "cuda")
+        ]
+        if settings.muon:
+            muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            self.optimisers.append(muon)
         self.progress = Progress(total=settings.steps)
 
     @abstractmethod
@@ -94,13 +105,15 @@ class BaseTrainer(ABC):
     def train_batch(self, batch: Batch) -> dict[str, torch.Tensor | float]:
         """Take one step. Returns its losses, still on the device so that nothing waits for it, and its learning rate."""
         rate = self.learning_rate()
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate
         found = self.losses(batch)
-        self.optimiser.zero_grad(set_to_none=True)
+        self.trained.zero_grad(set_to_none=True)
         found["loss"].backward()
         nn.utils.clip_grad_norm_(self.trained.parameters(), self._settings.max_grad_norm)
-        self.optimiser.step()
+        for optimiser in self.optimisers:
+            optimiser.step()
         return {**{name: value.detach() for name, value in found.items()}, "learning_rate": rate}
 
     def run(self, deadline_s: float) -> Iterator[dict[str, torch.Tensor | float]]:
@@ -138,7 +151,7 @@ class BaseTrainer(ABC):
             "target": {"name": self.target.name, "revision": self.target.revision},
             "ids": self.ids.cpu(),
             "model": self.trained.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
         }
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
@@ -154,7 +167,8 @@ class BaseTrainer(ABC):
         if not torch.equal(state["ids"].to(self.device), self.ids):
             raise ConfigError(f"{path} is of another draft vocabulary")
         self.trained.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        for optimiser, of_optimiser in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(of_optimiser)
         self.progress = msgspec.convert(state["progress"], Progress)
 
 
@@ -181,6 +195,9 @@ def add_arguments(parser: argparse.ArgumentParser, defaults: RunSettings) -> Non
     """Add the flags that `train` reads, and one for each setting."""
     parser.add_argument("--device", default="auto")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call, loading included (default: %(default)s)")
+    parser.add_argument(
+        "--start", type=Path, default=None, help="an exported folder to begin with instead of the target's layers"
+    )
     parser.add_argument("--report-every", type=int, default=100, help="steps (default: %(default)s)")
     parser.add_argument("--evaluate-every-s", type=float, default=30.0, help="seconds (default: %(default)s)")
     parser.add_argument("--places", type=int, default=4, help="of each held-out answer, when evaluating (default: %(default)s)")

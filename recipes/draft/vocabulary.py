@@ -1,6 +1,6 @@
 """Choose the ids that a draft model can propose: the most frequent in the target's answers, and the special ones always.
 
-python -m recipes.draft.vocabulary build/draft --size 8192
+python -m recipes.draft.vocabulary build/draft --size 16384
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.protocol.errors import ConfigError
 from common.text.bundle import load_bundle
 from recipes.draft.samples import Sample, read_samples
 
-DEFAULT_SIZE = 8192
+DEFAULT_SIZE = 16_384
 
 
 def answer_counts(samples: Sequence[Sample], vocab_size: int) -> NDArray[np.int64]:

@@ -3,8 +3,9 @@
     python -m recipes.draft.write build/draft --minutes 1.5
 
 Beside the prompts that are there, a share of the training prompts is what the target itself writes as a user's turn (Xu et al.,
-"Magpie: Alignment data synthesis from scratch", 2024), which no list of templates is as varied as. Held-out prompts are
-answered first; training prompts in an order in which any beginning is like the whole. What is on disk is left out.
+"Magpie: Alignment data synthesis from scratch", 2024), which no list of templates is as varied as. Held-out prompts and
+questions are answered first; training prompts in an order in which any beginning is like the whole. What is on disk is left
+out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ USER_TEMPERATURE = 0.9
 USER_TOKENS = 96
 """Of a user's turn that the target writes; longer ones are left out."""
 _SEED_OF_USERS = 1 << 32
-SPLITS: tuple[Split, ...] = ("held_out", "train")
+SPLITS: tuple[Split, ...] = ("held_out", "questions", "train")
 
 
 def turn_around(bundle: TextBundle) -> tuple[list[int], list[int]]:
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=320, help="of an answer (default: %(default)s)")
     parser.add_argument("--cache-gb", type=float, default=36.0, help="of keys and values (default: %(default)s)")
     parser.add_argument(
-        "--written-share", type=float, default=0.4, help="of training prompts, by the target itself (default: %(default)s)"
+        "--written-share", type=float, default=0.5, help="of training prompts, by the target itself (default: %(default)s)"
     )
     arguments = parser.parse_args(argv)
     if min(arguments.rows, arguments.max_tokens) < 1 or not 0 <= arguments.written_share < 1:

@@ -84,9 +84,14 @@ def drafted(runner: DeviceRunner, context: int) -> list[int]:
     return words[1 + LINES :][: words[1]]
 
 
-@pytest.mark.parametrize(("chunk", "normed"), [(100, False), slow_param(7, False), slow_param(100, True)])
-def test_drafts_of_a_model_are_those_of_the_reference(files: ModelFiles, tmp_path: Path, chunk: int, normed: bool) -> None:
-    check_drafts(files, open_head(write_head(tmp_path / "head", files, norm_before_residual=normed)), chunk)
+@pytest.mark.parametrize(
+    ("chunk", "normed", "layers"), [(100, False, 1), slow_param(7, False, 1), slow_param(100, True, 1), (7, False, 2)]
+)
+def test_drafts_of_a_model_are_those_of_the_reference(
+    files: ModelFiles, tmp_path: Path, chunk: int, normed: bool, layers: int
+) -> None:
+    form = {"norm_before_residual": normed, "num_hidden_layers": layers}
+    check_drafts(files, open_head(write_head(tmp_path / "head", files, **form)), chunk)
 
 
 @pytest.mark.parametrize("chunk", [slow_param(100), 7])

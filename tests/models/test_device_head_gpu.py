@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from common.engine.load.runners import load_runner
 from common.engine.plan import StepPlan, StepRow
 from common.models.head_folder import open_head, own_head
 from common.models.head_layer import head_layer
-from common.models.head_weights import lm_head_rows, load_head
+from common.models.head_weights import HeadLayerTensors, HeadTensors, lm_head_rows, load_head
 from common.models.source import ModelFiles, resolve
 from common.protocol.messages import SamplingParams
 from tests.fixtures.head import write_head
@@ -32,11 +32,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return save(build("llama"), tmp_path_factory.mktemp("llama"))
 
 
-def on_gpu(files: ModelFiles, folder: Path | None = None, *, own: bool = False) -> Any:
-    """folder: where a head of random weights is written to, which drafts; own: the model's MTP layer drafts."""
+def on_gpu(files: ModelFiles, folder: Path | None = None, *, own: bool = False, layers: int = 1) -> Any:
+    """folder: where a head of random weights is written to, which drafts, with so many `layers`; own: the model's MTP layer
+    drafts."""
     engine = EngineConfig(device="cuda", dtype="float32", quantization="none", num_blocks=400, max_running=16, token_budget=512)
     runner: Any = load_runner(files, engine)
-    head = own_head(files) if own else None if folder is None else open_head(write_head(folder, files))
+    head = (
+        own_head(files) if own else None if folder is None else open_head(write_head(folder, files, num_hidden_layers=layers))
+    )
     if head is not None:
         tensors = load_head(head, runner.decoder, files.name)
         runner.attach_head(head_layer(tensors, dtype=torch.float32, device=runner.decoder.device))
@@ -48,16 +51,16 @@ def mimo(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return resolve(str(write_mimo(tmp_path_factory.mktemp("model") / "mimo", useful=True)))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 of two layers", "mtp"])
 def test_drafts_are_those_of_the_reference(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
     """Behind a prompt, and behind verified rows and rows of one token, which have graphs."""
     files: ModelFiles = request.getfixturevalue("mimo" if kind == "mtp" else "files")
-    runner = on_gpu(files, tmp_path / "head", own=kind == "mtp")
+    runner = on_gpu(files, tmp_path / "head", own=kind == "mtp", layers=2 if "two" in kind else 1)
     head = own_head(files) if kind == "mtp" else open_head(tmp_path / "head")
     assert head is not None
     tensors = load_head(head, runner.decoder, files.name)
     tensors = replace(tensors, lm_head=lm_head_rows(tensors))
-    tensors = type(tensors)(**{name: _on_cpu(getattr(tensors, name)) for name in tensors.__slots__})
+    tensors = _on_cpu(tensors)
     prompt = oracle_prompt(length=21)
     states, noted, drafts = list[torch.Tensor](), list[torch.Tensor](), runner._head.draft
     vars(runner._head).update(
@@ -83,6 +86,11 @@ def test_drafts_are_those_of_the_reference(request: pytest.FixtureRequest, tmp_p
 
 
 def _on_cpu(value: Any) -> Any:
+    """Tensors, also within a head's."""
+    if isinstance(value, (HeadTensors, HeadLayerTensors)):
+        return type(value)(**{name: _on_cpu(getattr(value, name)) for name in value.__slots__})
+    if isinstance(value, tuple):
+        return tuple(map(_on_cpu, cast(tuple[Any, ...], value)))
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 

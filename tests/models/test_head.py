@@ -37,10 +37,18 @@ class Site:
     """A runner with a head of random weights, and one sequence. folder: None: the head is the model's MTP layer."""
 
     def __init__(
-        self, files: ModelFiles, folder: Path | None, *, context_tokens: int = 1024, normed: bool = False, **settings: Any
+        self,
+        files: ModelFiles,
+        folder: Path | None,
+        *,
+        context_tokens: int = 1024,
+        normed: bool = False,
+        layers: int = 1,
+        **settings: Any,
     ) -> None:
         self.runner: Any = open_runner(files, **settings)
-        head = own_head(files) if folder is None else open_head(write_head(folder, files, norm_before_residual=normed))
+        form = {"norm_before_residual": normed, "num_hidden_layers": layers}
+        head = own_head(files) if folder is None else open_head(write_head(folder, files, **form))
         assert head is not None
         self.tensors = load_head(head, self.runner.decoder, files.name)
         self.runner.head = Head(self.tensors, max_sequences=3, threads=1, context_tokens=context_tokens)
@@ -119,9 +127,14 @@ def reference_logits(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-@pytest.mark.parametrize(("chunk", "normed"), [(100, False), (7, False), (1, False), (7, True)])
-def test_drafts_are_those_of_the_reference(tiny: ModelFiles, tmp_path: Path, dtype: str, chunk: int, normed: bool) -> None:
-    site = Site(tiny, tmp_path / "head", dtype=dtype, normed=normed)
+@pytest.mark.parametrize(
+    ("chunk", "normed", "layers"),
+    [(100, False, 1), (7, False, 1), (1, False, 1), (7, True, 1), (100, False, 2), (7, True, 3), (1, False, 2)],
+)
+def test_drafts_are_those_of_the_reference(
+    tiny: ModelFiles, tmp_path: Path, dtype: str, chunk: int, normed: bool, layers: int
+) -> None:
+    site = Site(tiny, tmp_path / "head", dtype=dtype, normed=normed, layers=layers)
     prompt, blocks = oracle_prompt(length=37), list(range(10))
     samples, states = site.read(prompt, chunk, blocks)
     expected = reference_drafts(site.tensors, states, [*prompt[1:], samples.tokens[0]], 4)
@@ -146,12 +159,12 @@ def test_states_of_very_different_size_are_told_apart(tiny: ModelFiles, tmp_path
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize(("dtype", "layers"), [("float32", 1), ("auto", 1), ("auto", 2)])
 def test_verified_and_rejected_drafts_leave_the_head_where_it_would_be_without(
-    tiny: ModelFiles, tmp_path: Path, dtype: str, sampling: SamplingParams
+    tiny: ModelFiles, tmp_path: Path, dtype: str, layers: int, sampling: SamplingParams
 ) -> None:
     """Right, wrong and half-right proposals, verified beside another row: tokens, and what is drafted next, do not change."""
-    site = Site(tiny, tmp_path / "head", dtype=dtype)
+    site = Site(tiny, tmp_path / "head", dtype=dtype, layers=layers)
     prompt, blocks = oracle_prompt(length=21), list(range(10))
 
     def go(serial: int, proposals: list[int]) -> tuple[list[int], dict[int, list[int]]]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.cpu import chat
 from common.models.config import load_config
 from common.models.source import ModelFiles, resolve
 from common.ops.sampling.gumbel_reference import gumbel_noise_reference
@@ -113,6 +114,14 @@ def test_held_out_prompts_share_no_template_topic_or_passage_with_training() -> 
         assert any(f"{topic}." in text or f"{topic} " in text for text in texts) != held
     everything = {turn for turns in templates.TRAIN.values() for turn in turns}
     assert not everything & {turn for turns in templates.HELD_OUT.values() for turn in turns}
+
+
+def test_questions_are_in_no_training_prompt() -> None:
+    """Those that judge drafts, and those of `bench.cpu.chat`, by which answers are timed."""
+    asked = prompts("questions", 0, 0)
+    assert len(asked) == len(set(asked)) >= 60 and all(len(one.messages) == 1 for one in asked)
+    judged = {one.messages[0].content.lower() for one in asked} | {prompt.lower() for prompt in chat.PROMPTS}
+    assert not {message.content.lower() for one in prompts("train", 20_000, 0) for message in one.messages} & judged
 
 
 def test_prompts_are_a_function_of_their_seed_and_differ() -> None:

@@ -15,7 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.models.head_config import read_spec
+from common.models.head_tensors import head_shapes
 from common.models.source import DEFAULT_MODEL, ModelFiles, resolve
+from common.ops.cpu_int8.head_reference import HeadLayerReference, HeadWeightsReference, head_reference
 from common.ops.sampling.sample_reference import sample_reference
 from common.protocol.errors import ConfigError
 from common.text.bundle import load_bundle
@@ -27,7 +30,7 @@ from recipes.draft.eagle import EagleHead, default_layer_ids, draft_step_by_step
 from recipes.draft.eagle_acceptance import eagle_proposer
 from recipes.draft.export_eagle import export_eagle, load_eagle
 from recipes.draft.llama import Decoder, LlamaShape, rotary_tables
-from recipes.draft.samples import Sample, read_samples, shard_path, shards, write_shard
+from recipes.draft.samples import Sample, read_judged, read_samples, shard_path, shards, write_shard
 from recipes.draft.target import Target, frozen
 from recipes.draft.train_eagle import EagleSettings, EagleTrainer
 from recipes.draft.trainer import read_checkpoint
@@ -46,7 +49,7 @@ SHAPE = LlamaShape(
     max_position_embeddings=64,
 )
 SETTINGS = EagleSettings(
-    steps=150, warmup=5, batch_tokens=128, max_length=32, learning_rate=3e-3, intermediate_size=40, unroll=3
+    layers=1, muon=0, steps=150, warmup=5, batch_tokens=128, max_length=32, learning_rate=3e-3, intermediate_size=40, unroll=3
 )
 NEVER_S = float("inf")
 
@@ -112,9 +115,13 @@ def trained(target: Target, ids: torch.Tensor, samples: list[Sample]) -> Trained
 
 @pytest.fixture
 def head(target: Target, ids: torch.Tensor) -> EagleHead:
-    """A head with weights that are nobody's, and with scales."""
+    return odd_head(target, ids)
+
+
+def odd_head(target: Target, ids: torch.Tensor, layers: int = 1, layer_ids: Sequence[int] = ()) -> EagleHead:
+    """Return a head with weights that are nobody's, and with scales."""
     torch.manual_seed(7)
-    head = new_head(target, ids, 40)
+    head = new_head(target, ids, 40, layer_ids, layers)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -122,10 +129,13 @@ def head(target: Target, ids: torch.Tensor) -> EagleHead:
     return head
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @torch.no_grad()
-def test_an_unrolled_draft_equals_drafting_step_by_step(target: Target, head: EagleHead, samples: list[Sample]) -> None:
+def test_an_unrolled_draft_equals_drafting_step_by_step(
+    target: Target, ids: torch.Tensor, samples: list[Sample], layers: int
+) -> None:
     """From every position, along the tokens that the draft itself proposes; in one batch with a longer sequence."""
-    steps = 5
+    head, steps = odd_head(target, ids, layers), 5
     for known in (2, 3, 7, 15):
         context = torch.from_numpy(samples[0].tokens[:known].astype(np.int64))
         residuals, _ = target.states(context[None, :-1], head.layer_ids)
@@ -136,7 +146,7 @@ def test_an_unrolled_draft_equals_drafting_step_by_step(target: Target, head: Ea
         unrolled = head.unroll(target.states(tokens, head.layer_ids)[0], tokens, steps)
         for step in range(steps):
             found = unrolled[step][1, known - 2 + step]
-            torch.testing.assert_close(found, outputs[step], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, outputs[step], rtol=1e-3, atol=1e-3)
             assert int(head.ids[head.logits(found).argmax()]) == proposed[step]
 
 
@@ -221,6 +231,71 @@ def test_drafts_are_judged_with_the_noise_of_the_answers(target: Target, samples
 
 
 @torch.no_grad()
+def test_the_head_of_an_exported_folder_drafts_as_the_runtimes_reference_does(
+    target: Target, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """Of two layers, by the names and shapes that the runtime asks for."""
+    export_eagle(tmp_path, odd_head(target, ids, 2, (0, 1, 3)), target)
+    head, spec = load_eagle(tmp_path, target), read_spec(json.loads((tmp_path / "config.json").read_text()), "config.json")
+    stored = {name: tensor.float() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == head_shapes(spec)
+
+    def layer(prefix: str, input_norm: str | None) -> HeadLayerReference:
+        return HeadLayerReference(
+            qkv=torch.cat([stored[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]),
+            output=stored[f"{prefix}self_attn.o_proj.weight"],
+            mlp_norm=stored[f"{prefix}post_attention_layernorm.weight"],
+            gate_up=torch.cat([stored[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]),
+            down=stored[f"{prefix}mlp.down_proj.weight"],
+            input_norm=None if input_norm is None else stored[input_norm],
+        )
+
+    weights = HeadWeightsReference(
+        fc=stored["fc.weight"],
+        embedding_norm=stored["midlayer.input_layernorm.weight"],
+        feature_norm=stored["midlayer.hidden_norm.weight"],
+        layers=[layer("midlayer.", None), layer("layers.1.", "layers.1.input_layernorm.weight")],
+        norm=stored["norm.weight"],
+        lm_head=head.head,
+    )
+    tokens = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(2))
+    residuals, _ = target.states(tokens[None, :-1], head.layer_ids)
+    outputs, proposed = draft_step_by_step(head, residuals[0], tokens, 1)
+    x, logits = head_reference(
+        weights,
+        residuals[0],
+        torch.empty(0, 32),
+        target.embedding[tokens[1:]],
+        head_dim=spec.head_dim,
+        num_kv_heads=spec.num_kv_heads,
+        rope_theta=spec.rope.theta,
+        eps=spec.rms_eps,
+    )
+    torch.testing.assert_close(x[-1], outputs[0], rtol=1e-4, atol=1e-4)
+    assert int(head.ids[logits[-1].argmax()]) == proposed[0]
+
+
+@pytest.mark.parametrize("muon", [0, 1])
+def test_a_run_begins_with_what_was_exported(
+    target: Target, ids: torch.Tensor, samples: list[Sample], tmp_path: Path, muon: int
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, layers=2, intermediate_size=40, muon=muon)
+    head = odd_head(target, ids, 2)
+    export_eagle(tmp_path, head, target)
+    trainer = EagleTrainer(target, ids, samples, settings)
+    trainer.begin_with(load_eagle(tmp_path, target))
+    residuals = torch.randn(5, 96)
+    torch.testing.assert_close(
+        trainer.draft.features(residuals), load_eagle(tmp_path, target).features(residuals), rtol=1e-4, atol=1e-4
+    )
+    assert not torch.equal(trainer.draft.feature_scale, torch.ones(96))
+    losses = [float(one["cross_entropy_0"]) for one in trainer.run(NEVER_S)]
+    assert losses[-1] < losses[0]
+    with pytest.raises(ConfigError, match="another shape"):
+        EagleTrainer(target, ids, samples, SETTINGS).begin_with(head)
+
+
+@torch.no_grad()
 def test_the_exported_folder_is_what_was_trained(target: Target, head: EagleHead, ids: torch.Tensor, tmp_path: Path) -> None:
     export_eagle(tmp_path, head, target)
     stored = load_file(tmp_path / "model.safetensors")
@@ -296,7 +371,7 @@ def test_answers_written_together_are_those_of_each_prompt_alone(target: Target)
 def test_writing_for_a_folder_of_prompts_leaves_shards_and_goes_on(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, count in (("train", 9), ("held_out", 3)):
+    for name, count in (("train", 9), ("held_out", 3), ("questions", 2)):
         prompts = [Sample(np.array([1, 2, number + 3], np.uint32), 3, 0, 0.0) for number in range(count)]
         write_shard(tmp_path / f"prompts-{name}.npz", prompts)
     monkeypatch.setattr(write, "load_target", lambda files, device, dtype: target)
@@ -306,6 +381,7 @@ def test_writing_for_a_folder_of_prompts_leaves_shards_and_goes_on(
     write.main(flags)
     assert len(shards(tmp_path, "train")) == 3 and len(read_samples(tmp_path, "train")) == 9
     assert sorted(sample.seed for sample in read_samples(tmp_path, "held_out")) == [0, 1, 2]
+    assert sorted(sample.seed for sample in read_judged(tmp_path)) == [0, 1]
     assert {round(sample.temperature, 3) for sample in read_samples(tmp_path, "train")} == {0.0, 0.7, 1.0}
 
 

@@ -22,7 +22,7 @@ from common.engine.cpu.head_choice import NO_CHOICE, choose
 from common.engine.cpu.head_context import KEPT_STATES, HeadContext, HeadContexts
 from common.engine.outcomes import accept
 from common.engine.plan import NO_TOKEN, Drafted, DraftPass, RowSamples, StepRow
-from common.models.head_weights import HeadTensors, lm_head_rows
+from common.models.head_weights import HeadLayerTensors, HeadTensors, lm_head_rows
 from common.models.rope import inverse_frequencies
 from common.ops.cpu_int8.attention_numba import Step
 from common.ops.cpu_int8.forward_numba import Room
@@ -33,8 +33,6 @@ from common.ops.cpu_int8.weights import LANES, PAIRS, Int8Weight, linears_of, pa
 CONTEXT_TOKENS = 1024
 """Of a sequence that the head attends to, the last ones."""
 _BLOCK_TOKENS = 16
-_ROTATED = np.ones(1, np.bool_)
-"""Its only layer is."""
 _MAX_DRAFTS = 63
 
 
@@ -64,17 +62,17 @@ class Head:
         self._state_scale = scaled.states.numpy()
         self._packed = [
             pack_int8(scaled.fc),
-            pack_int8(tensors.qkv, tensors.qkv_bias),
-            *map(pack_int8, (tensors.output, tensors.gate_up, tensors.down)),
             _packed_lm_head(tensors),
+            *(linear for layer in tensors.layers for linear in _packed_layer(layer)),
         ]
-        no_norm = torch.empty(0)
+        no_norm = torch.zeros(spec.hidden_size)
+        input_norms = [no_norm if layer.input_norm is None else layer.input_norm for layer in tensors.layers]
         self._weights = HeadWeights(
             linears=linears_of(self._packed),
             embedding_norm=scaled.embedding_norm.numpy(),
             feature_norm=scaled.feature_norm.numpy(),
-            input_norm=(no_norm if tensors.input_norm is None else tensors.input_norm).numpy(),
-            mlp_norm=tensors.mlp_norm.numpy(),
+            input_norms=torch.stack(input_norms).numpy(),
+            mlp_norms=torch.stack([layer.mlp_norm for layer in tensors.layers]).numpy(),
             norm=tensors.norm.numpy(),
             eps=spec.rms_eps,
             heads=spec.num_heads,
@@ -88,8 +86,9 @@ class Head:
         self._pass = head_pass(spec.head_dim, spec.num_heads // spec.num_kv_heads)
         blocks_each = -(-context_tokens // _BLOCK_TOKENS)
         self._contexts = HeadContexts(count=max_sequences, blocks_each=blocks_each, block_tokens=_BLOCK_TOKENS)
-        shape = (max_sequences * blocks_each, 1, 2, _BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+        shape = (max_sequences * blocks_each, spec.num_layers, 2, _BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
         self._pool = np.zeros(shape, np.int16)  # pages are taken as they are written to
+        self._rotated = np.ones(spec.num_layers, np.bool_)
         frequencies, self._rope_scale = inverse_frequencies(spec.rope, spec.head_dim, context_tokens)
         self._turns = frequencies.double().numpy()
         self._room = self._new_room(1)
@@ -194,15 +193,16 @@ class Head:
             block_starts=held.cumsum() - held,
             pool=self._pool,
             rope=(np.concatenate((np.cos(angles), np.sin(angles)), 1) * self._rope_scale).astype(np.float32),
-            rotated=_ROTATED,
+            rotated=self._rotated,
         )
         step: tuple[Any, ...] = (
-            counters_for_pass(),
+            counters_for_pass(self.spec.num_layers),
             self.threads,
             self._weights,
             where,
             states,
             self._embedded(tokens),
+            np.arange(num_pairs),
             wanted,
         )
         together(self.threads, self._pass, *step, self._room, self._logits)
@@ -253,6 +253,10 @@ def _evened(tensors: HeadTensors) -> _Evened:
         return _Evened(fc, column, tensors.feature_norm, tensors.embedding_norm)
     feature, embedding = column.chunk(2)
     return _Evened(fc, torch.ones_like(feature), tensors.feature_norm * feature, tensors.embedding_norm * embedding)
+
+
+def _packed_layer(layer: HeadLayerTensors) -> list[Int8Weight]:
+    return [pack_int8(layer.qkv, layer.qkv_bias), *map(pack_int8, (layer.output, layer.gate_up, layer.down))]
 
 
 def _packed_lm_head(tensors: HeadTensors) -> Int8Weight:

@@ -112,7 +112,7 @@ class DeviceHead:
         spec, device = layer.spec, board.device
         self._device = device
         blocks_each = RING_TOKENS // _BLOCK_TOKENS
-        shape = (HEAD_SLOTS * blocks_each, 1, 2, _BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+        shape = (HEAD_SLOTS * blocks_each, spec.num_layers, 2, _BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
         self._pool = torch.zeros(shape, dtype=layer.dtype, device=device)
         places = max_context + 2 * _BLOCK_TOKENS
         self._table_blocks = places // _BLOCK_TOKENS

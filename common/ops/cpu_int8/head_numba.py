@@ -1,4 +1,4 @@
-"""A head that drafts from its target's hidden states, as one compiled call for each pass: 8-bit linears, one layer.
+"""A head that drafts from its target's hidden states, as one compiled call for each pass: 8-bit linears.
 
 A pass computes pairs of a feature, what the target knows at position p, and the embedding of the token at p + 1. EAGLE-3:
 
@@ -9,6 +9,10 @@ Multi-token prediction (MTP):
 
     states ────► norm ┐
     embeddings ► norm ┴─► fc ─► x ─► norm ─► QKV ─► … ─► x' ─► norm ─► head
+
+Further layers stand between x' and the last norm, and each reads what the one before left:
+
+    x ─► norm ─► QKV ─► rotate, write KV ─► attend ─► output + x ─► MLP ─► x'
 
 What follows the token at p + 1 has the logits. The feature of the pair behind is x', and of MTP the norm of x'. Work is shared
 out as in `forward_numba`, whose kernels these are.
@@ -39,22 +43,23 @@ from common.ops.cpu_int8.products_numba import (
 from common.ops.cpu_int8.team_numba import new_counters, shared
 from common.ops.cpu_int8.weights import Linears
 
-_PHASES = 18
+_PHASES, _PHASES_OF_A_LAYER = 8, 10
+"""Of a pass but for its layers, and of each layer."""
 
-FC, QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(6)
-"""Places of the linears."""
+FC, HEAD = range(2)
+"""Places of two linears; four of each layer are behind them: QKV, output, gate and up, down."""
 
 
 class HeadWeights(NamedTuple):
-    """linears: `FC` … `HEAD`. Norms: float32 [hidden], of embeddings, of features, before attention, before the MLP and before
-    the head; input_norm is of MTP alone, else [0]. middle: the size between gate and down. norm_before_residual: see
-    `HeadSpec`."""
+    """linears: see `FC`. Norms: float32 [hidden], of embeddings, of features and before the head; float32 [layers, hidden]:
+    input_norms, before attention, of which an EAGLE-3 head's first is not read, and mlp_norms. middle: the size between gate
+    and down. norm_before_residual: see `HeadSpec`."""
 
     linears: Linears
     embedding_norm: NDArray[np.float32]
     feature_norm: NDArray[np.float32]
-    input_norm: NDArray[np.float32]
-    mlp_norm: NDArray[np.float32]
+    input_norms: NDArray[np.float32]
+    mlp_norms: NDArray[np.float32]
     norm: NDArray[np.float32]
     eps: float
     heads: int
@@ -63,8 +68,8 @@ class HeadWeights(NamedTuple):
     is_mtp: bool
 
 
-def counters_for_pass() -> NDArray[np.int64]:
-    return new_counters(_PHASES)
+def counters_for_pass(layers: int) -> NDArray[np.int64]:
+    return new_counters(_PHASES + _PHASES_OF_A_LAYER * layers)
 
 
 @compiled()
@@ -85,10 +90,10 @@ def _keep_normed(row, residual, weight, eps):
 
 
 @compiled()
-def _place(row, step, heads, qkv):
+def _place(row, step, heads, layer, qkv):
     """`place_kv` by the row's own angles, without norms of heads."""
     nothing = np.empty(0, np.float32)
-    place_kv(row, step, heads, nothing, nothing, 0, 0.0, step.rope[row], qkv)
+    place_kv(row, step, heads, nothing, nothing, layer, 0.0, step.rope[row], qkv)
 
 
 _share_pair, _share_place, _share_keep, _share_gate = map(shared, (_pair, _place, keep_rows, gate))
@@ -117,43 +122,49 @@ def _enter_mtp(counters, threads, weights, states, embedded, room):
     phase = _share_pair(counters, 0, pairs, (pairs, features, embedded, *norms, *integers))
     parts, linear = in_parts(FC, threads, pairs, weights, room, residual)
     phase = _share_multiply(counters, phase, parts, linear)
-    return _share_normalise(counters, phase, pairs, (pairs, residual, weights.input_norm, weights.eps, *integers))
+    return _share_normalise(counters, phase, pairs, (pairs, residual, weights.input_norms[0], weights.eps, *integers))
 
 
 _share_attend: Any = None
 """Of the heads that a pass is compiled for."""
 
 
-def _run(counters, threads, weights, where, states, embedded, wanted, room, logits):
-    """counters: of `counters_for_pass`, new. where: a `Step` whose pool has one layer, whose positions count from where each
-    row's cache begins, and whose rope has a row for each pair. states: float32 [pairs, layers · hidden], the target's; or
-    [pairs, 0] where room.residual holds features. embedded: float32 [pairs, hidden]. wanted: int64, ascending: the pairs behind
-    which tokens are drafted; the features behind them are in room.residual afterwards. logits: float32 [≥ wanted, padded].
+def _run(counters, threads, weights, where, states, embedded, every, wanted, room, logits):
+    """counters: of `counters_for_pass`, new. where: a `Step` whose pool has the head's layers, whose positions count from where
+    each row's cache begins, and whose rope has a row for each pair. every: int64 [pairs], 0 …. states: float32 [pairs, layers ·
+    hidden], the target's; or [pairs, 0] where room.residual holds features. embedded: float32 [pairs, hidden]. wanted: int64,
+    ascending: the pairs behind which tokens are drafted; the features behind them are in room.residual afterwards. logits:
+    float32 [≥ wanted, padded].
 
     K and V of all pairs are written."""
     residual, narrow, wide, integers = room.residual, room.narrow, room.wide, (room.data, room.row_scale)
-    eps, heads, pairs, rows = weights.eps, weights.heads, len(embedded), len(wanted)
-    kv_heads, size = where.pool.shape[4], where.pool.shape[5]
+    eps, heads, pairs, rows, asking = weights.eps, weights.heads, len(embedded), len(embedded), every
+    layers, kv_heads, size = len(weights.mlp_norms), where.pool.shape[4], where.pool.shape[5]
     if weights.is_mtp:
         phase = _enter_mtp(counters, threads, weights, states, embedded, room)
     else:
         phase = _enter_eagle(counters, threads, weights, states, embedded, room)
-    parts, linear = in_parts(QKV, threads, pairs, weights, room, wide)
-    phase = _share_multiply(counters, phase, parts, linear)
-    phase = _share_place(counters, phase, pairs, (where, heads, wide))
-    phase = _share_keep(counters, phase, 1, (wanted, residual))
-    splits = kv_heads if rows < PARTS_PER_THREAD * threads else 1
-    phase = _share_attend(counters, phase, rows * splits, (splits, where, wanted, 0, size**-0.5, wide, narrow))
-    phase = _share_quantise(counters, phase, rows, (rows, narrow, heads * size, *integers))
-    parts, linear = in_parts(OUTPUT, threads, rows, weights, room, narrow)
-    phase = _share_multiply(counters, phase, parts, linear)
-    phase = _share_add(counters, phase, rows, (rows, residual, narrow, weights.mlp_norm, eps, *integers))
-    parts, linear = in_parts(GATE_UP, threads, rows, weights, room, wide)
-    phase = _share_multiply(counters, phase, parts, linear)
-    phase = _share_gate(counters, phase, rows, (rows, wide, weights.middle, *integers))
-    parts, linear = in_parts(DOWN, threads, rows, weights, room, narrow)
-    phase = _share_multiply(counters, phase, parts, linear)
-    phase = _share_add(counters, phase, rows, (rows, residual, narrow, weights.norm, eps, *integers))
+    for layer in range(layers):
+        first = HEAD + 1 + 4 * layer
+        parts, linear = in_parts(first, threads, pairs, weights, room, wide)
+        phase = _share_multiply(counters, phase, parts, linear)
+        phase = _share_place(counters, phase, pairs, (where, heads, layer, wide))
+        if layer == layers - 1:
+            rows, asking = len(wanted), wanted
+            phase = _share_keep(counters, phase, 1, (wanted, residual))
+        splits = kv_heads if rows < PARTS_PER_THREAD * threads else 1
+        phase = _share_attend(counters, phase, rows * splits, (splits, where, asking, layer, size**-0.5, wide, narrow))
+        phase = _share_quantise(counters, phase, rows, (rows, narrow, heads * size, *integers))
+        parts, linear = in_parts(first + 1, threads, rows, weights, room, narrow)
+        phase = _share_multiply(counters, phase, parts, linear)
+        phase = _share_add(counters, phase, rows, (rows, residual, narrow, weights.mlp_norms[layer], eps, *integers))
+        parts, linear = in_parts(first + 2, threads, rows, weights, room, wide)
+        phase = _share_multiply(counters, phase, parts, linear)
+        phase = _share_gate(counters, phase, rows, (rows, wide, weights.middle, *integers))
+        parts, linear = in_parts(first + 3, threads, rows, weights, room, narrow)
+        phase = _share_multiply(counters, phase, parts, linear)
+        following = weights.norm if layer == layers - 1 else weights.input_norms[layer + 1]
+        phase = _share_add(counters, phase, rows, (rows, residual, narrow, following, eps, *integers))
     parts, linear = in_parts(HEAD, threads, rows, weights, room, logits)
     phase = _share_multiply(counters, phase, parts, linear)
     if weights.is_mtp:

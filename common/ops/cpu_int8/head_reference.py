@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+
+class HeadLayerReference(NamedTuple):
+    """float32; see `common.models.head_weights.HeadLayerTensors`."""
+
+    qkv: torch.Tensor
+    output: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    input_norm: torch.Tensor | None = None
+    qkv_bias: torch.Tensor | None = None
 
 
 class HeadWeightsReference(NamedTuple):
@@ -14,15 +27,9 @@ class HeadWeightsReference(NamedTuple):
     fc: torch.Tensor
     embedding_norm: torch.Tensor
     feature_norm: torch.Tensor
-    qkv: torch.Tensor
-    output: torch.Tensor
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    layers: Sequence[HeadLayerReference]
     norm: torch.Tensor
     lm_head: torch.Tensor
-    input_norm: torch.Tensor | None = None
-    qkv_bias: torch.Tensor | None = None
 
 
 def head_reference(
@@ -53,19 +60,22 @@ def head_reference(
     if is_mtp:
         halves = normed(torch.cat((states, features)), weights.feature_norm), normed(embedded, weights.embedding_norm)
         x = F.linear(torch.cat(halves, -1), weights.fc)
-        inputs = normed(x, weights.input_norm)
+        inputs = normed(x, weights.layers[0].input_norm)
     else:
         x = torch.cat((F.linear(states, weights.fc), features))
         halves = normed(embedded, weights.embedding_norm), normed(x, weights.feature_norm)
         x = halves[1] if norm_before_residual else x
         inputs = torch.cat(halves, -1)
-    qkv = F.linear(inputs, weights.qkv, weights.qkv_bias).unflatten(-1, (-1, head_dim)).transpose(0, 1)
-    query, key, value = qkv.split((len(qkv) - 2 * num_kv_heads, num_kv_heads, num_kv_heads))
-    query, key = (_rotated(heads, rope_theta, first) for heads in (query, key))
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    x = x + F.linear(attended.transpose(0, 1).flatten(1), weights.output)
-    gate, up = F.linear(normed(x, weights.mlp_norm), weights.gate_up).chunk(2, -1)
-    x = x + F.linear(F.silu(gate) * up, weights.down)
+    for number, layer in enumerate(weights.layers):
+        if number:
+            inputs = normed(x, layer.input_norm)
+        qkv = F.linear(inputs, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, head_dim)).transpose(0, 1)
+        query, key, value = qkv.split((len(qkv) - 2 * num_kv_heads, num_kv_heads, num_kv_heads))
+        query, key = (_rotated(heads, rope_theta, first) for heads in (query, key))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        x = x + F.linear(attended.transpose(0, 1).flatten(1), layer.output)
+        gate, up = F.linear(normed(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, layer.down)
     last = normed(x, weights.norm)
     return last if is_mtp else x, F.linear(last, weights.lm_head)
 
