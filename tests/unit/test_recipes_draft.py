@@ -202,6 +202,20 @@ def test_a_run_continued_from_its_checkpoint_equals_one_without_a_break(
         assert torch.equal(second.draft.state_dict()[name], tensor), name
 
 
+def test_a_run_begins_with_what_was_exported(target: Target, ids: torch.Tensor, samples: list[Sample], tmp_path: Path) -> None:
+    first = Trainer(target, ids, samples, SETTINGS)
+    list(first.run(float("inf")))
+    export(tmp_path, first.draft, target)
+    again = Trainer(target, ids, samples, SETTINGS)
+    again.begin_with(load_folder(tmp_path, target))
+    tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(again.draft.hidden(tokens), load_folder(tmp_path, target).hidden(tokens))
+    other = Trainer(target, ids, samples, msgspec.structs.replace(SETTINGS, layers=2))
+    with pytest.raises(ConfigError, match="another shape"):
+        other.begin_with(first.draft)
+
+
 def test_a_checkpoint_of_another_run_is_refused(
     target: Target, ids: torch.Tensor, samples: list[Sample], tmp_path: Path
 ) -> None:
