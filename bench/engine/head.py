@@ -34,9 +34,10 @@ from common.engine.gpu import runner as runners
 from common.engine.gpu.head import DeviceHead
 from common.models.head_config import HeadKind, HeadSpec, mtp_spec, usual_layers
 from common.models.head_layer import head_layer
-from common.models.head_weights import HeadLayerTensors, HeadTensors
+from common.models.head_weights import HeadTensors
 from common.models.spec import RopeSpec
 from common.ops.drafting.head_inputs import TargetStep
+from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 from common.ops.drafting.head_rows import advance_drafts
 from common.ops.linear.weight import PackFormat
 from services.decode.device_head import DeviceHeadDrafts

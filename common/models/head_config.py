@@ -49,10 +49,10 @@ _REFUSED: dict[str, object] = {
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A head as its config.json describes it. layers: before which layers of the target its hidden states are taken, rising;
-    the target's number of layers stands for behind the last one; empty: the usual ones (`usual_layers`). num_layers: its own;
-    those behind the first are as in any decoder. norm_before_residual:
-    the normalised feature is what attention and MLP add to. embedding_from_target, head_from_target: None: what the head's file
-    does not hold is the target's. target: (name, revision) of the model it was trained for. qkv_bias: Q, K and V have one."""
+    the target's number of layers stands for behind the last one; empty: the usual ones (`usual_layers`). num_layers: the head's
+    own; those behind the first are as in any decoder. norm_before_residual: the normalised feature is what attention and MLP
+    add to. embedding_from_target, head_from_target: None: what the head's file does not hold is the target's. target: (name,
+    revision) of the model it was trained for. qkv_bias: Q, K and V have one."""
 
     hidden_size: int
     intermediate_size: int

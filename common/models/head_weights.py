@@ -16,22 +16,8 @@ from common.models.reduced_vocabulary import target_ids
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS
 from common.ops.cpu_int8.weights import LANES, unpack_int8
+from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 from common.ops.linear.weight import LinearWeight
-
-
-@dataclass(slots=True, frozen=True)
-class HeadLayerTensors:
-    """One layer, float32. qkv: [(heads + 2 · kv_heads) · head_dim, inputs]; qkv_bias: [its rows], or None.
-    output: [hidden, heads · head_dim]. gate_up: [2 · intermediate, hidden], the gate first. down: [hidden, intermediate].
-    Norms: [hidden]; input_norm, before attention, is None in an EAGLE-3 head's first layer."""
-
-    qkv: torch.Tensor
-    output: torch.Tensor
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    input_norm: torch.Tensor | None = None
-    qkv_bias: torch.Tensor | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -15,7 +15,7 @@ between, which is step i at a + i.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -124,15 +124,23 @@ class EagleHead(nn.Module):
 
         found: list[torch.Tensor] = []
         for _ in range(steps):
-            inputs = self.midlayer.inputs(feature, embedded)
-            x = self.midlayer.outputs(feature, mixed(0, self.midlayer.self_attn, inputs))
-            for number, layer in self.further:
-                attention = layer.self_attn
-                x = x + attention.joined(mixed(number, attention, layer.input_layernorm(x))).to(x.dtype)
-                x = x + layer.mlp(layer.post_attention_layernorm(x)).to(x.dtype)
+            x = self.step(feature, embedded, mixed)
             found.append(x)
             feature = x.roll(1, 1)
         return found
+
+    def step(
+        self, feature: torch.Tensor, embedded: torch.Tensor, mixed: Callable[[int, Attention, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """One step of all layers. feature, embedded: [batch, tokens, hidden], the halves of pairs. mixed: returns what the
+        attention of a layer, whose number comes first, reads for its inputs, [batch, heads, tokens, head_dim]. Returns [batch,
+        tokens, hidden]."""
+        x = self.midlayer.outputs(feature, mixed(0, self.midlayer.self_attn, self.midlayer.inputs(feature, embedded)))
+        for number, layer in self.further:
+            attention = layer.self_attn
+            x = x + attention.joined(mixed(number, attention, layer.input_layernorm(x))).to(x.dtype)
+            x = x + layer.mlp(layer.post_attention_layernorm(x)).to(x.dtype)
+        return x
 
     @property
     def further(self) -> list[tuple[int, Layer]]:
@@ -191,12 +199,7 @@ def draft_step_by_step(
         return functional.scaled_dot_product_attention(query, keys[layer], values[layer], attn_mask=visible, enable_gqa=True)
 
     for _ in range(steps):
-        inputs = head.midlayer.inputs(feature, embedded)
-        x = head.midlayer.outputs(feature, mixed(0, head.midlayer.self_attn, inputs))
-        for number, layer in head.further:
-            x = x + layer.self_attn.joined(mixed(number, layer.self_attn, layer.input_layernorm(x)))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        feature = x[:, -1:]
+        feature = head.step(feature, embedded, mixed)[:, -1:]
         outputs.append(feature[0, 0])
         proposed.append(int(head.ids[head.logits(feature[0, 0]).argmax()]))
         embedded = head.embedding[proposed[-1]].to(head.fc.weight.dtype)[None, None]

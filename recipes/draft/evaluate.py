@@ -43,7 +43,7 @@ from recipes.draft.trainer import CHECKPOINT, device_of, dtype_of, read_checkpoi
 PROPOSED = (2, 4, 8)
 """K of the mean accepted length."""
 DRAFT_MODEL = "draft model"
-JUDGED = ("held_out", "questions")
+UNSEEN = ("held_out", "questions")
 """Prompts that nothing was trained on."""
 
 
@@ -98,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--card", action="store_true", help="write the model card into the draft model's folder")
     arguments = parser.parse_args(argv)
     try:
-        answers = {kind: read_samples(arguments.folder, kind) for kind in JUDGED if shards(arguments.folder, kind)}
+        answers = {kind: read_samples(arguments.folder, kind) for kind in UNSEEN if shards(arguments.folder, kind)}
         if not answers:
-            raise ConfigError(f"{arguments.folder} holds no answers to {' or '.join(JUDGED)}: run recipes.draft.write first")
+            raise ConfigError(f"{arguments.folder} holds no answers to {' or '.join(UNSEEN)}: run recipes.draft.write first")
         device = device_of(arguments.device)
         target = load_target(resolve(arguments.model), device, dtype_of(device))
         name, propose = proposer_of(arguments.draft, target)

@@ -25,7 +25,7 @@ from recipes.draft.samples import Batch, Sample, batches, collate
 from recipes.draft.target import Target
 
 CHECKPOINT = "checkpoint.pt"
-"""Of a draft model."""
+"""The file of a draft model's run."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,9 @@ from common.engine.load.runners import load_runner
 from common.engine.plan import StepPlan, StepRow
 from common.models.head_folder import open_head, own_head
 from common.models.head_layer import head_layer
-from common.models.head_weights import HeadLayerTensors, HeadTensors, lm_head_rows, load_head
+from common.models.head_weights import HeadTensors, lm_head_rows, load_head
 from common.models.source import ModelFiles, resolve
+from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 from common.protocol.messages import SamplingParams
 from tests.fixtures.head import write_head
 from tests.fixtures.mtp import write_mimo

@@ -14,7 +14,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from common.engine.plan import StepPlan, StepRow
-from common.ops.cpu_int8.head_reference import HeadLayerReference, HeadWeightsReference, head_reference
+from common.ops.cpu_int8.head_reference import HeadWeightsReference, head_reference
+from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 from common.ops.norm.rms_norm import rms_norm
 from tests.models.driver import GREEDY, open_runner
 from tests.models.oracles import build, oracle_prompt, save
@@ -93,7 +94,7 @@ def test_the_reference_is_a_layer_of_transformers_with_a_wider_input() -> None:
             embedding_norm=norms[0].weight,
             feature_norm=norms[1].weight,
             layers=[
-                HeadLayerReference(
+                HeadLayerTensors(
                     qkv=torch.cat([getattr(attention, f"{name}_proj").weight for name in "qkv"]),
                     output=attention.o_proj.weight,
                     mlp_norm=norms[2].weight,

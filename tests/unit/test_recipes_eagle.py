@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from common.models.head_config import read_spec
 from common.models.head_tensors import head_shapes
 from common.models.source import DEFAULT_MODEL, ModelFiles, resolve
-from common.ops.cpu_int8.head_reference import HeadLayerReference, HeadWeightsReference, head_reference
+from common.ops.cpu_int8.head_reference import HeadWeightsReference, head_reference
+from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 from common.ops.sampling.sample_reference import sample_reference
 from common.protocol.errors import ConfigError
 from common.text.bundle import load_bundle
@@ -135,7 +136,7 @@ def test_an_unrolled_draft_equals_drafting_step_by_step(
     target: Target, ids: torch.Tensor, samples: list[Sample], layers: int
 ) -> None:
     """From every position, along the tokens that the draft itself proposes; in one batch with a longer sequence."""
-    head, steps = odd_head(target, ids, layers), 5
+    head, steps, tolerance = odd_head(target, ids, layers), 5, 1e-4 if layers == 1 else 1e-3
     for known in (2, 3, 7, 15):
         context = torch.from_numpy(samples[0].tokens[:known].astype(np.int64))
         residuals, _ = target.states(context[None, :-1], head.layer_ids)
@@ -146,7 +147,7 @@ def test_an_unrolled_draft_equals_drafting_step_by_step(
         unrolled = head.unroll(target.states(tokens, head.layer_ids)[0], tokens, steps)
         for step in range(steps):
             found = unrolled[step][1, known - 2 + step]
-            torch.testing.assert_close(found, outputs[step], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(found, outputs[step], rtol=tolerance, atol=tolerance)
             assert int(head.ids[head.logits(found).argmax()]) == proposed[step]
 
 
@@ -240,8 +241,8 @@ def test_the_head_of_an_exported_folder_drafts_as_the_runtimes_reference_does(
     stored = {name: tensor.float() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == head_shapes(spec)
 
-    def layer(prefix: str, input_norm: str | None) -> HeadLayerReference:
-        return HeadLayerReference(
+    def layer(prefix: str, input_norm: str | None) -> HeadLayerTensors:
+        return HeadLayerTensors(
             qkv=torch.cat([stored[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]),
             output=stored[f"{prefix}self_attn.o_proj.weight"],
             mlp_norm=stored[f"{prefix}post_attention_layernorm.weight"],

@@ -22,13 +22,14 @@ from common.engine.cpu.head_choice import NO_CHOICE, choose
 from common.engine.cpu.head_context import KEPT_STATES, HeadContext, HeadContexts
 from common.engine.outcomes import accept
 from common.engine.plan import NO_TOKEN, Drafted, DraftPass, RowSamples, StepRow
-from common.models.head_weights import HeadLayerTensors, HeadTensors, lm_head_rows
+from common.models.head_weights import HeadTensors, lm_head_rows
 from common.models.rope import inverse_frequencies
 from common.ops.cpu_int8.attention_numba import Step
 from common.ops.cpu_int8.forward_numba import Room
 from common.ops.cpu_int8.head_numba import HeadWeights, counters_for_pass, head_pass
 from common.ops.cpu_int8.team_cpu import together
 from common.ops.cpu_int8.weights import LANES, PAIRS, Int8Weight, linears_of, pack_int8
+from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 
 CONTEXT_TOKENS = 1024
 """Of a sequence that the head attends to, the last ones."""

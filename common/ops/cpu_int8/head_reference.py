@@ -8,17 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-
-class HeadLayerReference(NamedTuple):
-    """float32; see `common.models.head_weights.HeadLayerTensors`."""
-
-    qkv: torch.Tensor
-    output: torch.Tensor
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    input_norm: torch.Tensor | None = None
-    qkv_bias: torch.Tensor | None = None
+from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 
 
 class HeadWeightsReference(NamedTuple):
@@ -27,7 +17,7 @@ class HeadWeightsReference(NamedTuple):
     fc: torch.Tensor
     embedding_norm: torch.Tensor
     feature_norm: torch.Tensor
-    layers: Sequence[HeadLayerReference]
+    layers: Sequence[HeadLayerTensors]
     norm: torch.Tensor
     lm_head: torch.Tensor
 
