@@ -229,9 +229,10 @@ async def test_a_gpu_that_fails_has_prompts_computed_elsewhere(tmp_path: Path):
         stage = world.prefill().engine.stage
         assert stage is not None
         stage.close()
-        await world.crowd(4)
+        with anyio.fail_after(60):
+            while not world.total('kv_handoffs_total{outcome="transport_unavailable"}'):
+                await world.crowd(4)  # drawn prompts: all four may go to a decode worker at once
         assert world.total(NIXL_BYTES) == 0
-        assert world.total('kv_handoffs_total{outcome="transport_unavailable"}') > 0
 
 
 async def test_every_sixteenth_operation_fails_and_nothing_is_lost(tmp_path: Path, faults: type[Faults]):
