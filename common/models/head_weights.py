@@ -27,7 +27,7 @@ class HeadTensors:
     fc: [hidden, spec.fc_inputs]; of an MTP layer, the columns of the feature come first.
     layers: the first one's attention has `spec.qkv_inputs` inputs, the others' `spec.hidden_size`.
     lm_head: [draft_vocab, hidden]; or the target's, as it is packed, where the head proposes from all of its rows.
-    ids: int64 [draft_vocab], the target's id of each row of lm_head, rising.
+    ids: int64 [draft_vocab], the target's id of each row of lm_head, each once.
     embedding: [vocab, hidden], in the target's dtype.
     Norms: [hidden].
     """

@@ -17,7 +17,7 @@ class DraftModel(nn.Module):
     """embedding: [vocab, hidden]; head: [draft_vocab, hidden], rows `ids` of the target's. Both are the target's and not
     trained.
 
-    ids: int64 [draft_vocab], the target's id of each draft id, ascending.
+    ids: int64 [draft_vocab], the target's id of each draft id.
     """
 
     embedding: torch.Tensor

@@ -96,10 +96,10 @@ def checked_ids(folder: Path, config: Mapping[str, Any], shape: LlamaShape, d2t:
     if (shape.vocab_size, shape.hidden_size) != (target.shape.vocab_size, target.shape.hidden_size):
         raise ConfigError(f"{folder} is not for {target.name}: its vocabulary or hidden size is another")
     ids = (d2t + torch.arange(len(d2t))).to(target.head.device)
-    if len(ids) != config.get("draft_vocab_size") or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= shape.vocab_size:
+    if len(ids) != config.get("draft_vocab_size") or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= shape.vocab_size:
         raise ConfigError(f"{folder} is damaged: d2t does not fit draft_vocab_size and vocab_size")
-    if bool((ids.diff() <= 0).any()):
-        raise ConfigError(f"{folder} is damaged: the ids of d2t must ascend")
+    if len(ids.unique()) < len(ids):
+        raise ConfigError(f"{folder} is damaged: d2t names an id twice")
     return ids
 
 

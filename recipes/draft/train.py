@@ -48,6 +48,9 @@ class Trainer(BaseTrainer):
         size = DraftSize(settings.layers, settings.intermediate_size)
         self.draft: DraftModel = new_draft(target, ids, size).to(target.embedding.device)
         super().__init__(target, self.draft.ids, samples, settings, self.draft.model)
+        rows = torch.full((target.shape.vocab_size,), -1, device=self.device)
+        self.rows_of = rows.index_copy_(0, self.draft.ids, torch.arange(len(ids), device=self.device))
+        """Of the draft model's head, for each of the target's ids; -1: it has none."""
 
     def begin_with(self, draft: DraftModel) -> None:
         """Take the weights of a draft model that was trained before. :raises ConfigError: if it has another shape."""
@@ -67,9 +70,9 @@ class Trainer(BaseTrainer):
         log_wanted = functional.log_softmax(wanted.float(), -1)
         divergence = functional.kl_div(log_found, log_wanted, reduction="batchmean", log_target=True)
         chosen = tokens[rows, places + 1]
-        index = torch.searchsorted(self.draft.ids, chosen).clamp(max=len(self.draft.ids) - 1)
-        inside = self.draft.ids[index] == chosen
-        picked = log_found.gather(1, index[:, None])[:, 0]
+        index = self.rows_of[chosen]
+        inside = index >= 0
+        picked = log_found.gather(1, index.clamp(min=0)[:, None])[:, 0]
         cross_entropy = -(picked * inside).sum() / inside.sum().clamp(min=1)
         loss = divergence + self.settings.chosen_weight * cross_entropy
         return {"loss": loss, "kl": divergence, "cross_entropy": cross_entropy}

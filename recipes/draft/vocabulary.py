@@ -29,7 +29,7 @@ def answer_counts(samples: Sequence[Sample], vocab_size: int) -> NDArray[np.int6
 
 
 def choose_ids(counts: NDArray[np.int64], size: int, always: Collection[int]) -> NDArray[np.int64]:
-    """Return `size` ids in ascending order: `always`, then the most frequent; of equals, the lower id.
+    """Return `size` ids, the most frequent first; of equals, the lower id. `always` are among them.
 
     :raises ConfigError: if `size` is larger than the vocabulary, or too small for `always`.
     """
@@ -40,7 +40,8 @@ def choose_ids(counts: NDArray[np.int64], size: int, always: Collection[int]) ->
     order = np.lexsort((np.arange(len(counts)), -counts))
     special = np.isin(order, np.array(sorted(set(always)), np.int64))
     ranked = np.concatenate([order[special], order[~special]])
-    return np.sort(ranked[:size]).astype(np.int64)
+    chosen = np.sort(ranked[:size])
+    return chosen[np.argsort(-counts[chosen], kind="stable")].astype(np.int64)
 
 
 def d2t_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -54,8 +55,8 @@ def read_ids(path: Path) -> NDArray[np.int64]:
         ids = np.load(path)
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"{path} is not a draft vocabulary ({error}): run recipes.draft.vocabulary first") from error
-    if ids.ndim != 1 or ids.dtype != np.int64 or not len(ids) or bool((np.diff(ids) <= 0).any()):
-        raise ConfigError(f"{path} is not a draft vocabulary: ids must ascend")
+    if ids.ndim != 1 or ids.dtype != np.int64 or not len(ids) or len(np.unique(ids)) < len(ids):
+        raise ConfigError(f"{path} is not a draft vocabulary: no id may be named twice")
     return ids
 
 

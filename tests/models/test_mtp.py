@@ -15,6 +15,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm, Qwen2RotaryEmbedding
 
+from common.engine.cpu import head as head_module
 from common.engine.cpu.head import Head
 from common.engine.engine import Engine
 from common.engine.load.head import attach_head
@@ -123,8 +124,12 @@ def test_the_reference_is_a_layer_of_transformers_behind_a_linear(mimo: ModelFil
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
-@pytest.mark.parametrize("chunk", [100, 7, 1])
-def test_drafts_are_those_of_the_reference(mimo: ModelFiles, dtype: str, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "num_first"), [(100, 4096), (7, 4096), (1, 4096), (100, 64)])
+def test_drafts_are_those_of_the_reference(
+    mimo: ModelFiles, monkeypatch: pytest.MonkeyPatch, dtype: str, chunk: int, num_first: int
+) -> None:
+    monkeypatch.setattr(head_module, "FIRST_IDS", num_first)
+    monkeypatch.setattr(head_module, "stands_out", lambda logits: False)
     site = Site(mimo, None, dtype=dtype)
     prompt, blocks = oracle_prompt(length=37), list(range(10))
     samples, states = site.read(prompt, chunk, blocks)

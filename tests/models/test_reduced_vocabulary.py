@@ -24,7 +24,7 @@ from common.protocol.messages import SamplingParams
 from tests.fixtures.tiny_model import edit_config, write_tiny_model
 from tests.models.driver import Request, open_runner, run
 
-IDS = np.concatenate([np.arange(5, 300, 7), np.array([500, 511])])
+IDS = np.random.default_rng(0).permutation(np.concatenate([np.arange(5, 300, 7), np.array([500, 511])]))
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def out_of_range(tensors: dict[str, np.ndarray]) -> None:
     tensors["d2t"] = tensors["d2t"] + 1
 
 
-def unordered(tensors: dict[str, np.ndarray]) -> None:
-    tensors["d2t"][0] += 20
+def named_twice(tensors: dict[str, np.ndarray]) -> None:
+    tensors["d2t"][1] = tensors["d2t"][0] - 1
 
 
 def short(tensors: dict[str, np.ndarray]) -> None:
@@ -96,7 +96,7 @@ def floats(tensors: dict[str, np.ndarray]) -> None:
     ("change", "says"),
     [
         (out_of_range, "outside the vocabulary of 512"),
-        (unordered, "in increasing order"),
+        (named_twice, "each once at most"),
         (short, "d2t has shape"),
         (absent, "lack d2t"),
         (floats, "int64"),

@@ -76,8 +76,8 @@ def other_tokens(folder: Path) -> None:
     path.write_text(json.dumps(said))
 
 
-def unordered(folder: Path) -> None:
-    """Give the draft model a vocabulary of its own, of which two tokens are one of the target's."""
+def named_twice(folder: Path) -> None:
+    """Give the draft model a vocabulary of its own, all of whose tokens are one of the target's."""
     edit_config(folder, draft_vocab_size=100, tie_word_embeddings=False)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][:100].copy()
@@ -87,7 +87,7 @@ def unordered(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "flags", "says"),
     [
-        (unordered, ["--draft=1"], "d2t does not name the target's tokens in increasing order"),
+        (named_twice, ["--draft=1"], "d2t does not name tokens of the target, each once at most"),
         (other_tokens, ["--draft=1"], "another tokenizer"),
         (lambda folder: (folder / "tokenizer.json").unlink(), ["--draft=1"], "tokenizer of the draft model other is missing"),
         (lambda folder: edit_config(folder, vocab_size=400), ["--draft=1"], "a vocabulary of 400"),

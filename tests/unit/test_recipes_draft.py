@@ -165,7 +165,7 @@ def test_batches_hold_every_sample_once_and_mark_the_answers(samples: list[Sampl
 def test_the_draft_vocabulary_is_the_most_frequent_ids_and_the_special_ones() -> None:
     counts = np.array([0, 9, 3, 0, 7, 3, 0, 0], np.int64)
     found = choose_ids(counts, 4, {7})
-    assert found.tolist() == [1, 2, 4, 7]
+    assert found.tolist() == [1, 4, 2, 7]
     d2t = d2t_of(found)
     assert (np.arange(4) + d2t).tolist() == found.tolist()
     assert d2t.dtype == np.int64

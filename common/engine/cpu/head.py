@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.cpu.head_choice import NO_CHOICE, choose
+from common.engine.cpu.head_choice import NO_CHOICE, choose, stands_out
 from common.engine.cpu.head_context import KEPT_STATES, HeadContext, HeadContexts
 from common.engine.outcomes import accept
 from common.engine.plan import NO_TOKEN, Drafted, DraftPass, RowSamples, StepRow
@@ -26,13 +26,16 @@ from common.models.head_weights import HeadTensors, lm_head_rows
 from common.models.rope import inverse_frequencies
 from common.ops.cpu_int8.attention_numba import Step
 from common.ops.cpu_int8.forward_numba import Room
-from common.ops.cpu_int8.head_numba import HeadWeights, counters_for_pass, head_pass
+from common.ops.cpu_int8.head_numba import HeadWeights, counters_for_pass, head_pass, rest_of_logits
 from common.ops.cpu_int8.team_cpu import together
+from common.ops.cpu_int8.team_numba import new_counters
 from common.ops.cpu_int8.weights import LANES, PAIRS, Int8Weight, linears_of, pack_int8
 from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 
 CONTEXT_TOKENS = 1024
 """Of a sequence that the head attends to, the last ones."""
+FIRST_IDS = 4096
+"""Of a draft vocabulary, whose logits a pass gives. Heads name the likeliest tokens first, and BPE numbers them so, too."""
 _BLOCK_TOKENS = 16
 _MAX_DRAFTS = 63
 
@@ -61,9 +64,10 @@ class Head:
         self.threads = threads
         scaled = _evened(tensors)
         self._state_scale = scaled.states.numpy()
+        self._num_first = min(FIRST_IDS, spec.draft_vocab_size)
         self._packed = [
             pack_int8(scaled.fc),
-            _packed_lm_head(tensors),
+            *_in_two(_packed_lm_head(tensors), self._num_first),
             *(linear for layer in tensors.layers for linear in _packed_layer(layer)),
         ]
         no_norm = torch.zeros(spec.hidden_size)
@@ -93,8 +97,9 @@ class Head:
         frequencies, self._rope_scale = inverse_frequencies(spec.rope, spec.head_dim, context_tokens)
         self._turns = frequencies.double().numpy()
         self._room = self._new_room(1)
-        self._logits = np.empty((1, _padded(spec.draft_vocab_size, LANES)), np.float32)
+        self._logits, self._rest = self._new_logits(1)
         self._no_states = np.empty((max_sequences + 1, 0), np.float32)
+        self._compute_rest(0)  # so that it is compiled
 
     @property
     def state_size(self) -> int:
@@ -161,9 +166,10 @@ class Head:
     def _choose(self, jobs: Sequence[_Job]) -> list[int]:
         """Append a token to what is drafted for each of `jobs`; return the indices of those that want one more."""
         kept: list[int] = []
+        logits = self._logits_of(len(jobs))
+        ids = self._ids[: logits.shape[1]]
         for index, job in enumerate(jobs):
-            logits = self._logits[index, : len(self._ids)]
-            token, chance = choose(logits, self._ids, job.row.sampling, job.position + 1)
+            token, chance = choose(logits[index], ids, job.row.sampling, job.position + 1)
             if token == NO_CHOICE:
                 continue
             job.drafted.tokens.append(token)
@@ -174,6 +180,21 @@ class Head:
                 kept.append(index)
         return kept
 
+    def _logits_of(self, count: int) -> NDArray[np.float32]:
+        """Return logits of the pass that has just been computed, float32 [count, ids]: of the first ids, where one of these
+        stands out for each row, else of all. Reading all rows of lm_head is half of a pass."""
+        first = self._logits[:count, : self._num_first]
+        num_rest = len(self._ids) - self._num_first
+        if not num_rest or all(map(stands_out, first)):
+            return first
+        self._compute_rest(count)
+        return np.concatenate((first, self._rest[:count, :num_rest]), 1)
+
+    def _compute_rest(self, count: int) -> None:
+        together(
+            self.threads, rest_of_logits, new_counters(1), self.threads, self._weights, count, self._room, self._rest
+        )
+
     def _compute(
         self, jobs: Sequence[_Job], counts: NDArray[np.int64], states: NDArray[np.float32], wanted: NDArray[np.int64]
     ) -> None:
@@ -182,7 +203,7 @@ class Head:
         if num_pairs > len(self._room.residual):
             self._room = self._new_room(num_pairs, self._room.residual)
         if len(wanted) > len(self._logits):
-            self._logits = np.empty((len(wanted), self._logits.shape[1]), np.float32)
+            self._logits, self._rest = self._new_logits(len(wanted))
         within = np.arange(num_pairs) - np.repeat(counts.cumsum() - counts, counts)
         places = np.repeat(np.array([job.place for job in jobs]), counts) + within
         angles = (np.repeat(np.array([job.position for job in jobs]), counts) + within)[:, None] * self._turns
@@ -214,6 +235,12 @@ class Head:
         if self._table is not None:
             return self._table[tokens]
         return self._embedding[torch.tensor(tokens)].float().numpy()
+
+    def _new_logits(self, rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Memory for the logits of so many rows: of the first ids, and of the rest."""
+        sizes = self._num_first, self.spec.draft_vocab_size - self._num_first
+        first, rest = (np.empty((rows, _padded(size, LANES)), np.float32) for size in sizes)
+        return first, rest
 
     def _new_room(self, rows: int, features: NDArray[np.float32] | None = None) -> Room:
         """Memory for passes of so many pairs. features: kept."""
@@ -265,6 +292,14 @@ def _packed_lm_head(tensors: HeadTensors) -> Int8Weight:
     lm_head = tensors.lm_head
     shared = None if isinstance(lm_head, torch.Tensor) else lm_head.int8
     return pack_int8(lm_head_rows(tensors)) if shared is None else shared
+
+
+def _in_two(weight: Int8Weight, outputs: int) -> tuple[Int8Weight, Int8Weight]:
+    """The first `outputs`, a multiple of `LANES` or all, and the others, which may be none. Nothing is copied."""
+    blocks = -(-outputs // LANES)
+    tiles, scale = weight.tiles, weight.scale
+    assert weight.bias is None
+    return Int8Weight(tiles[:blocks], scale[: blocks * LANES], None), Int8Weight(tiles[blocks:], scale[blocks * LANES :], None)
 
 
 def _padded(size: int, to: int) -> int:

@@ -14,7 +14,8 @@ Further layers stand between x' and the last norm, and each reads what the one b
 
     x ─► norm ─► QKV ─► rotate, write KV ─► attend ─► output + x ─► MLP ─► x'
 
-What follows the token at p + 1 has the logits. The feature of the pair behind is x', and of MTP the norm of x'. Work is shared
+What follows the token at p + 1 has the logits: of the first tokens of the vocabulary in the pass, and of the rest, which many
+passes do not need, in a call behind it. The feature of the pair behind is x', and of MTP the norm of x'. Work is shared
 out as in `forward_numba`, whose kernels these are.
 """
 
@@ -46,8 +47,9 @@ from common.ops.cpu_int8.weights import Linears
 _PHASES, _PHASES_OF_A_LAYER = 8, 10
 """Of a pass but for its layers, and of each layer."""
 
-FC, HEAD = range(2)
-"""Places of two linears; four of each layer are behind them: QKV, output, gate and up, down."""
+FC, HEAD, REST = range(3)
+"""Places of three linears; four of each layer are behind them: QKV, output, gate and up, down. REST: the rows of lm_head that
+are not in HEAD."""
 
 
 class HeadWeights(NamedTuple):
@@ -134,7 +136,7 @@ def _run(counters, threads, weights, where, states, embedded, every, wanted, roo
     each row's cache begins, and whose rope has a row for each pair. every: int64 [pairs], 0 …. states: float32 [pairs, layers ·
     hidden], the target's; or [pairs, 0] where room.residual holds features. embedded: float32 [pairs, hidden]. wanted: int64,
     ascending: the pairs behind which tokens are drafted; the features behind them are in room.residual afterwards. logits:
-    float32 [≥ wanted, padded].
+    float32 [≥ wanted, padded], of HEAD.
 
     K and V of all pairs are written."""
     residual, narrow, wide, integers = room.residual, room.narrow, room.wide, (room.data, room.row_scale)
@@ -145,7 +147,7 @@ def _run(counters, threads, weights, where, states, embedded, every, wanted, roo
     else:
         phase = _enter_eagle(counters, threads, weights, states, embedded, room)
     for layer in range(layers):
-        first = HEAD + 1 + 4 * layer
+        first = REST + 1 + 4 * layer
         parts, linear = in_parts(first, threads, pairs, weights, room, wide)
         phase = _share_multiply(counters, phase, parts, linear)
         phase = _share_place(counters, phase, pairs, (where, heads, layer, wide))
@@ -169,6 +171,14 @@ def _run(counters, threads, weights, where, states, embedded, every, wanted, roo
     phase = _share_multiply(counters, phase, parts, linear)
     if weights.is_mtp:
         _share_keep_normed(counters, phase, rows, (residual, weights.norm, eps))
+
+
+@compiled(kept=True)
+def rest_of_logits(counters, threads, weights, rows, room, logits):
+    """Behind a pass that gave `rows` logits, before the next one: the others. counters: one, new. logits: float32
+    [≥ rows, padded], of REST."""
+    parts, linear = in_parts(REST, threads, rows, weights, room, logits)
+    _share_multiply(counters, 0, parts, linear)
 
 
 @cache
