@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from common.models.config import load_config
 from common.models.json_files import read_object, read_object_if_any
+from common.models.shipped import index_for, trained_for
 from common.models.source import ModelFiles, resolve
 from common.models.weights.expected import decoder_shapes
 from common.models.weights.inventory import take_inventory
@@ -38,14 +39,11 @@ def draft_spec(setting: str, target: str, *, made_up: bool = False) -> str:
     if made_up:
         raise ConfigError(f"no draft model is shipped for random weights: {instead}", param="draft_model")
     files = resolve(target)
-    known: list[str] = []
-    for path in sorted(SHIPPED.glob("*/config.json")):
-        said = read_object(path).get("target")
-        name, revision = (said.get("name"), said.get("revision")) if isinstance(said, dict) else ("", "")
-        if (name, revision) == (files.name, files.revision):
-            return str(path.parent)
-        known.append(f"{name} ({revision})")
-    only = f", only for {', '.join(known)}" if known else ""
+    paths = sorted(SHIPPED.glob("*/config.json"))
+    targets = [trained_for(read_object(path).get("target")) for path in paths]
+    if (index := index_for(files, targets)) is not None:
+        return str(paths[index].parent)
+    only = f", only for {', '.join(f'{one.name} ({one.revision})' for one in targets)}" if targets else ""
     raise ConfigError(f"no draft model is shipped for {files.name} ({files.revision}){only}: {instead}", param="draft_model")
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from common.models.families.common import SCALED, read_rope
 from common.models.fields import Fields
+from common.models.shipped import TrainedFor, trained_for
 from common.models.spec import DenseSpec, ModelSpec, RopeSpec
 from common.protocol.errors import ConfigError
 
@@ -51,8 +52,8 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A head as its config.json describes it. layers: before which layers of the target its hidden states are taken, rising;
     the target's number of layers stands for behind the last one; empty: the usual ones (`usual_layers`). num_layers: the head's
     own; those behind the first are as in any decoder. norm_before_residual: the normalised feature is what attention and MLP
-    add to. embedding_from_target, head_from_target: None: what the head's file does not hold is the target's. target: (name,
-    revision) of the model it was trained for. qkv_bias: Q, K and V have one."""
+    add to. embedding_from_target, head_from_target: None: what the head's file does not hold is the target's. target: the model
+    it was trained for. qkv_bias: Q, K and V have one."""
 
     hidden_size: int
     intermediate_size: int
@@ -70,7 +71,7 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_before_residual: bool = False
     embedding_from_target: bool | None = None
     head_from_target: bool | None = None
-    target: tuple[str, str] = ("", "")
+    target: TrainedFor = TrainedFor("", "")
 
     @property
     def fc_inputs(self) -> int:
@@ -167,7 +168,6 @@ def read_spec(config: Mapping[str, Any], where: str) -> HeadSpec:
     num_layers = number("num_hidden_layers", default=1)
     if num_layers > MAX_LAYERS:
         raise wrong(f"num_hidden_layers must be at most {MAX_LAYERS}, not '{num_layers}'")
-    target = fields("target")
     return HeadSpec(
         hidden_size=hidden,
         intermediate_size=number("intermediate_size"),
@@ -183,7 +183,7 @@ def read_spec(config: Mapping[str, Any], where: str) -> HeadSpec:
         norm_before_residual=bool(flag("norm_before_residual")),
         embedding_from_target=flag("embedding_from_target"),
         head_from_target=flag("head_from_target"),
-        target=(str(target.get("name", "")), str(target.get("revision", ""))),
+        target=trained_for(fields("target")),
     )
 
 

@@ -27,6 +27,7 @@ from common.models.head_tensors import (
 )
 from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import hub_id, local_path, model_name
+from common.models.shipped import index_for
 from common.models.source import ModelFiles, resolve
 from common.models.spec import ModelSpec
 from common.models.weights.expected import TARGET_OFFSETS, Shapes
@@ -64,11 +65,9 @@ def find_head(setting: str, target: ModelFiles, *, on_gpu: bool = False) -> Head
         return None
     if setting != "auto":
         return open_head(_folder_of(setting), model_name(setting))
-    for path in [] if on_gpu else sorted(SHIPPED.glob("*/config.json")):
-        head = open_head(path.parent)
-        if head.spec.target == (target.name, target.revision):
-            return head
-    return own_head(target)
+    heads = [] if on_gpu else [open_head(path.parent) for path in sorted(SHIPPED.glob("*/config.json"))]
+    index = index_for(target, [head.spec.target for head in heads])
+    return own_head(target) if index is None else heads[index]
 
 
 def own_head(target: ModelFiles) -> HeadFiles | None:

@@ -121,12 +121,6 @@ def test_where_none_is_shipped_a_draft_worker_says_so_when_it_opens_its_engine(m
             open_draft_engine(config, "none", lambda done, total: None)
 
 
-def test_the_models_file_under_another_name_has_none(smollm2: ModelFiles) -> None:
-    assert Path(draft_spec("auto", DEFAULT_MODEL)).parent == SHIPPED
-    with pytest.raises(ConfigError, match=f"{NONE_SHIPPED}{smollm2.path.stem} "):
-        draft_spec("auto", str(smollm2.path))
-
-
 @pytest.mark.parametrize("folder", [path.parent for path in SHIPPED.glob("*/config.json")], ids=lambda folder: folder.name)
 def test_a_shipped_folder_is_whole_and_fits_its_target(folder: Path, smollm2: ModelFiles) -> None:
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}

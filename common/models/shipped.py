@@ -1,0 +1,57 @@
+"""For which models a head or a draft model that is shipped is: those whose weights it was trained for, or nearly these.
+
+People have the same model as another file: by a path, a Hugging Face id, in another precision, or trained a little further. What
+is proposed there is right nearly as often, and a proposal changes no token. So where no target is the very one, one counts whose
+name begins with that of the model that was trained for, and whose vocabulary and hidden size are those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from common.models.config import load_config
+from common.models.source import ModelFiles
+from common.protocol.errors import ConfigError
+
+
+class TrainedFor(NamedTuple):
+    """The model that a head or a draft model was trained for; 0: a size that is not said."""
+
+    name: str
+    revision: str
+    vocab_size: int = 0
+    hidden_size: int = 0
+
+
+def trained_for(said: object) -> TrainedFor:
+    """Return what `target` in a config.json says."""
+    fields = said if isinstance(said, dict) else {}
+    sizes = [value if isinstance(value := fields.get(name), int) else 0 for name in ("vocab_size", "hidden_size")]
+    return TrainedFor(str(fields.get("name", "")), str(fields.get("revision", "")), *sizes)
+
+
+def index_for(target: ModelFiles, shipped: Sequence[TrainedFor]) -> int | None:
+    """Return the index of what is for this very model, or else of the first that is for one like it; None for none."""
+    same = (index for index, one in enumerate(shipped) if (one.name, one.revision) == (target.name, target.revision))
+    alike = (index for index, one in enumerate(shipped) if _is_like(one, target))
+    return next(same, next(alike, None))
+
+
+def _is_like(known: TrainedFor, target: ModelFiles) -> bool:
+    if not known.name or target.format == "dummy" or not f"{_plain(target.name)}-".startswith(f"{_plain(known.name)}-"):
+        return False
+    try:
+        config = load_config(target)
+    except ConfigError:  # which whoever loads the model says
+        return False
+    return (config.vocab_size, config.hidden_size) == (known.vocab_size, known.hidden_size)
+
+
+def _plain(name: str) -> str:
+    """
+    >>> _plain("HuggingFaceTB/SmolLM2-135M-Instruct"), _plain("SmolLM2-135M-Instruct.Q8_0")
+    ('smollm2-135m-instruct', 'smollm2-135m-instruct-q8-0')
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.rpartition("/")[2].lower())
