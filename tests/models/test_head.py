@@ -12,7 +12,7 @@ import torch
 
 from common.engine.cpu import head as head_module
 from common.engine.cpu.head import Head
-from common.engine.cpu.head_choice import NO_CHOICE, choose, stands_out
+from common.engine.cpu.head_choice import NO_CHOICE, choose
 from common.engine.outcomes import accept
 from common.engine.plan import RowSamples, StepPlan, StepRow
 from common.models.head_folder import open_head, own_head
@@ -132,7 +132,7 @@ def test_where_no_first_token_stands_out_the_others_are_read(
     tiny: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_first: int
 ) -> None:
     monkeypatch.setattr(head_module, "FIRST_IDS", num_first)
-    monkeypatch.setattr(head_module, "stands_out", lambda logits: False)
+    monkeypatch.setattr(head_module, "_STANDS_OUT", 1.1)
     site = Site(tiny, tmp_path / "head")
     prompt = oracle_prompt(length=37)
     samples, states = site.read(prompt, 100, list(range(10)))
@@ -145,24 +145,12 @@ def test_a_token_that_stands_out_among_the_first_is_drafted_without_the_others(
     tiny: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_module, "FIRST_IDS", 16)
-    monkeypatch.setattr(head_module, "stands_out", lambda logits: True)
+    monkeypatch.setattr(head_module, "_STANDS_OUT", 0.0)
     site = Site(tiny, tmp_path / "head")
     prompt = oracle_prompt(length=37)
     samples, states = site.read(prompt, 100, list(range(10)))
     logits = reference_logits(site.tensors, states, [*prompt[1:], samples.tokens[0]], samples.drafted.tokens, 0)
     assert samples.drafted.tokens == [int(site.tensors.ids[one[:16].argmax()]) for one in logits]
-
-
-def test_what_stands_out() -> None:
-    logits = np.zeros(4096, np.float32)
-    assert not stands_out(logits)
-    logits[7] = 9.0  # 0.66
-    assert stands_out(logits)
-    logits[9] = logits[8] = 9.0  # 0.28 each
-    assert not stands_out(logits)
-    for wrong in (np.nan, np.inf):
-        logits[3] = wrong
-        assert not stands_out(logits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])

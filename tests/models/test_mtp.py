@@ -129,7 +129,7 @@ def test_drafts_are_those_of_the_reference(
     mimo: ModelFiles, monkeypatch: pytest.MonkeyPatch, dtype: str, chunk: int, num_first: int
 ) -> None:
     monkeypatch.setattr(head_module, "FIRST_IDS", num_first)
-    monkeypatch.setattr(head_module, "stands_out", lambda logits: False)
+    monkeypatch.setattr(head_module, "_STANDS_OUT", 1.1)
     site = Site(mimo, None, dtype=dtype)
     prompt, blocks = oracle_prompt(length=37), list(range(10))
     samples, states = site.read(prompt, chunk, blocks)

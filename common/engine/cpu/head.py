@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.cpu.head_choice import NO_CHOICE, choose, stands_out
+from common.engine.cpu.head_choice import NO_CHOICE, choose
 from common.engine.cpu.head_context import KEPT_STATES, HeadContext, HeadContexts
 from common.engine.outcomes import accept
 from common.engine.plan import NO_TOKEN, Drafted, DraftPass, RowSamples, StepRow
@@ -36,6 +36,8 @@ CONTEXT_TOKENS = 1024
 """Of a sequence that the head attends to, the last ones."""
 FIRST_IDS = 4096
 """Of a draft vocabulary, whose logits a pass gives. Heads name the likeliest tokens first, and BPE numbers them so, too."""
+_STANDS_OUT = 0.3
+"""The chance among the first ids with which a token is taken to be the best of all."""
 _BLOCK_TOKENS = 16
 _MAX_DRAFTS = 63
 
@@ -166,10 +168,7 @@ class Head:
     def _choose(self, jobs: Sequence[_Job]) -> list[int]:
         """Append a token to what is drafted for each of `jobs`; return the indices of those that want one more."""
         kept: list[int] = []
-        logits = self._logits_of(len(jobs))
-        ids = self._ids[: logits.shape[1]]
-        for index, job in enumerate(jobs):
-            token, chance = choose(logits[index], ids, job.row.sampling, job.position + 1)
+        for index, (job, (token, chance)) in enumerate(zip(jobs, self._choices(jobs), strict=True)):
             if token == NO_CHOICE:
                 continue
             job.drafted.tokens.append(token)
@@ -180,20 +179,25 @@ class Head:
                 kept.append(index)
         return kept
 
-    def _logits_of(self, count: int) -> NDArray[np.float32]:
-        """Return logits of the pass that has just been computed, float32 [count, ids]: of the first ids, where one of these
-        stands out for each row, else of all. Reading all rows of lm_head is half of a pass."""
-        first = self._logits[:count, : self._num_first]
+    def _choices(self, jobs: Sequence[_Job]) -> list[tuple[int, float]]:
+        """Return a token, and its chance, for each of `jobs`, whose pass has just been computed: of the first ids, where what
+        is chosen among these stands out for all, else of all ids. Reading every row of lm_head is half of a pass."""
+
+        def chosen(logits: NDArray[np.float32]) -> list[tuple[int, float]]:
+            ids = self._ids[: logits.shape[1]]
+            return [choose(row, ids, job.row.sampling, job.position + 1) for row, job in zip(logits, jobs, strict=True)]
+
+        first = self._logits[: len(jobs), : self._num_first]
+        found = chosen(first)
         num_rest = len(self._ids) - self._num_first
-        if not num_rest or all(map(stands_out, first)):
-            return first
-        self._compute_rest(count)
-        return np.concatenate((first, self._rest[:count, :num_rest]), 1)
+        if not num_rest or all(chance >= _STANDS_OUT for _, chance in found):
+            return found
+        self._compute_rest(len(jobs))
+        return chosen(np.concatenate((first, self._rest[: len(jobs), :num_rest]), 1))
 
     def _compute_rest(self, count: int) -> None:
-        together(
-            self.threads, rest_of_logits, new_counters(1), self.threads, self._weights, count, self._room, self._rest
-        )
+        step = (new_counters(1), self.threads, self._weights, count, self._room, self._rest)
+        together(self.threads, rest_of_logits, *step)
 
     def _compute(
         self, jobs: Sequence[_Job], counts: NDArray[np.int64], states: NDArray[np.float32], wanted: NDArray[np.int64]

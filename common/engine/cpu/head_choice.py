@@ -16,15 +16,6 @@ TOP_TOKENS = 64
 
 NO_CHOICE = -1
 
-STANDS_OUT = 0.3
-"""Of the chances among some tokens: with so much, the likeliest of these is taken to be the likeliest of all."""
-
-
-def stands_out(logits: NDArray[np.float32]) -> bool:
-    """Whether one of these tokens is far likelier than the others. logits: float32 [tokens]; False where one is not finite."""
-    best = logits.max()
-    return bool(np.isfinite(best)) and float(np.exp(logits - best).sum()) * STANDS_OUT <= 1.0
-
 
 def choose(logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int) -> tuple[int, float]:
     """logits: float32 [draft_vocab], finite or not. ids: int64 [draft_vocab], the target's. position: of the token to draw.
