@@ -1,8 +1,8 @@
 """The head of a draft model that can only write some of the target's tokens (EAGLE-3's convention).
 
 config.json says `draft_vocab_size`, the head has as many rows, and the tensor `d2t`, int64 [draft_vocab_size], holds for each
-of them the target's token id less the row's index. The order of rows is free; who writes one names the likeliest tokens first. Logits are spread over the target's vocabulary before anything is drawn, so
-that the noise of a token is that of its id in the target.
+of them the target's token id less the row's index. Rows have any order; the recipe's have the likeliest tokens first. Logits
+are spread over the target's vocabulary before anything is drawn, so that the noise of a token is that of its id in the target.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """For which models a head or a draft model that is shipped is: those whose weights it was trained for, or nearly these.
 
-People have the same model as another file: by a path, a Hugging Face id, in another precision, or trained a little further. What
-is proposed there is right nearly as often, and a proposal changes no token. So where no target is the very one, one counts whose
-name begins with that of the model that was trained for, and whose vocabulary and hidden size are those.
+People have the same model as another file: by a path, a Hugging Face id, in another precision, or trained a little further.
+What is proposed there is right nearly as often, and a proposal changes no token. So what is shipped for a model is for all
+whose name begins with that model's name, if vocabulary and hidden size are the same.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from common.ops.sampling import host_loops
 from common.ops.sampling.gumbel import GUMBEL_MAX, gumbel_noise
 from common.ops.sampling.gumbel_reference import gumbel_noise_reference, philox_reference
 from common.ops.sampling.logprobs import top_logprobs
 from common.ops.sampling.logprobs_reference import top_logprobs_reference
+from common.ops.sampling.nucleus import masses
 from common.ops.sampling.penalties import apply_penalties
 from common.ops.sampling.penalties_reference import penalties_reference
 from common.ops.sampling.sample import Draw, sample_tokens
@@ -57,6 +59,52 @@ def test_noise_of_a_token_depends_on_seed_and_position_only() -> None:
         gumbel_noise(3, -1, tokens)
 
 
+@pytest.fixture(params=["compiled", "numpy"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "numpy":
+        monkeypatch.setattr(host_loops, "_compiled", lambda: None)
+    elif host_loops._compiled() is None:
+        pytest.skip("Numba is not installed")
+
+
+@pytest.mark.usefixtures("loops")
+def test_noise_of_many_tokens_in_any_order_equals_its_reference() -> None:
+    tokens = torch.randperm(5000, generator=torch.Generator().manual_seed(1))
+    for seed, position in ((0, 0), (-1, (1 << 32) - 1), (0x0123456789ABCDEF, 0x89ABCDEF)):
+        noise = gumbel_noise(seed, position, tokens.numpy())
+        assert np.array_equal(noise, gumbel_noise_reference(seed, position, tokens).numpy())
+    assert not len(gumbel_noise(1, 1, np.empty(0, np.int64)))
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("vocab", [1, 3, 1000, 1024, 49_157])
+def test_contenders_are_all_tokens_that_could_win_and_few_others(vocab: int) -> None:
+    torch.manual_seed(vocab)
+    for position, spread in enumerate((0.01, 1.0, 5.0)):
+        scaled = (torch.randn(vocab) * spread).numpy()
+        scaled[vocab // 2 + 1 :: 7] = -np.inf
+        scores = scaled + gumbel_noise(9, position, np.arange(vocab))
+        some = np.sort(scores[np.isfinite(scores)])[-20:]
+        for seen, lowest in ((some[-1], -np.inf), (some[0], -np.inf), (some[-1], scaled.max() - 1)):
+            found = host_loops.contenders(scaled, np.float32(lowest), float(seen) - 1e-3, 9, position)
+            must = np.flatnonzero((scores >= seen) & (scaled >= lowest))
+            assert np.isin(must, found).all() and (np.diff(found) > 0).all() and (scaled[found] >= lowest).all()
+            assert len(found) <= 20 + 4 * max(len(must), 20)
+
+
+@pytest.mark.usefixtures("loops")
+def test_the_sum_of_masses_is_theirs() -> None:
+    torch.manual_seed(5)
+    for vocab, spread in ((1, 1.0), (1023, 0.0), (4097, 3.0), (151_936, 8.0), (151_936, 0.001)):
+        scaled = (torch.randn(vocab) * spread).numpy()
+        scaled[vocab // 2 + 1 :: 5] = -np.inf
+        top = scaled.max()
+        for lowest in (np.float32(-np.inf), np.float32(top - 2), np.float32(top)):
+            expected = int(masses(scaled[scaled >= lowest], top).sum())
+            assert host_loops.total_mass(scaled, lowest, top) == expected
+
+
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("scale", [0.1, 1.0, 8.0])
 def test_sampling_equals_its_reference(scale: float) -> None:
     rng = random.Random(2)

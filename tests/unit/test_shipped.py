@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from common.models.config import load_config
 from common.models.draft_folder import draft_spec
 from common.models.head_folder import check_head, find_head
-from common.models.config import load_config
 from common.models.shipped import TrainedFor, index_for, trained_for
 from common.models.source import DEFAULT_MODEL, ModelFiles, resolve
 from tests.fixtures.tiny_model import SHAPE, write_tiny_model

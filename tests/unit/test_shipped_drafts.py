@@ -17,7 +17,7 @@ from common.models import draft_folder
 from common.models.config import load_config
 from common.models.draft_folder import SHIPPED, check_fits, check_whole, draft_spec, lacking
 from common.models.json_files import read_object
-from common.models.source import DEFAULT_MODEL, ModelFiles, resolve
+from common.models.source import ModelFiles, resolve
 from common.protocol.errors import ConfigError, UnknownModel
 from common.testing.memory_bus import MemoryBroker
 from services.draft.__main__ import make_draft

@@ -104,7 +104,12 @@ class CpuRunner(ABC):
         """Run a step of every kind on the first block, and leave it as it was: kernels are compiled by their first call."""
         kept, more = [group.pool[0].clone() for group in self.groups], [[0]] * (len(self.groups) - 1)
         tokens = [0] * min(3, self.block_tokens)
-        for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=2, top_p=0.5, logprobs=1)):
+        for sampling in (
+            SamplingParams(temperature=0.0),
+            SamplingParams(temperature=1.0),
+            SamplingParams(temperature=1.0, top_p=0.5),
+            SamplingParams(temperature=1.0, top_k=2, top_p=0.5, logprobs=1),
+        ):
             rows = [
                 StepRow([0], 0, [0], 1, sampling, 1, serial=0, drafts=2),
                 StepRow(tokens, 0, [0], 1, sampling, len(tokens), serial=1, drafts=1),

@@ -10,22 +10,15 @@ Triton has the same generator (`tl.philox`). The 32-bit word w becomes u = (w + 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
-from common.ops.sampling.philox import MASK32, MULTIPLIERS, ROUNDS, WEYL
+from common.ops.sampling.host_loops import MOST_NOISE, words_of, words_of_each
+from common.ops.sampling.philox import MASK32
 
-GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))
-"""No noise is larger (about 22.9)."""
+GUMBEL_MAX = MOST_NOISE
 GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM: there is no noise."""
-
-_LOW = np.uint64(MASK32)
-_SHIFT = np.uint64(32)
-_WEYL = tuple(np.uint64(word) for word in WEYL)
-_FACTORS = tuple(np.uint64(factor) for factor in MULTIPLIERS)
 
 
 def gumbel_noise(seed: int, position: int, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -33,7 +26,8 @@ def gumbel_noise(seed: int, position: int, tokens: NDArray[np.int64]) -> NDArray
 
     :raises ValueError: for a position out of range.
     """
-    return _noise_of(noise_words(seed, position, tokens >> 2), tokens)
+    _check(position, position)
+    return _noise_of(words_of(seed, position, tokens))
 
 
 def gumbel_noise_of_each(
@@ -43,14 +37,18 @@ def gumbel_noise_of_each(
 
     :raises ValueError: for a position out of range.
     """
-    if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) <= MASK32:
-        raise ValueError("a position is not in [0, 2^32)")
-    words = _words((tokens >> 2).astype(np.uint64), positions.astype(np.uint64), seeds & _LOW, seeds >> _SHIFT)
-    return _noise_of(words, tokens)
+    if positions.size:
+        _check(int(positions.min()), int(positions.max()))
+    return _noise_of(words_of_each(seeds, positions, tokens))
 
 
-def _noise_of(lanes: tuple[NDArray[np.uint64], ...], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-    uniform = np.choose(tokens & 3, lanes).astype(np.float64)
+def _check(lowest: int, highest: int) -> None:
+    if not 0 <= lowest <= highest <= MASK32:
+        raise ValueError(f"position {lowest if lowest < 0 else highest} is not in [0, 2^32)")
+
+
+def _noise_of(words: NDArray[np.unsignedinteger]) -> NDArray[np.float32]:
+    uniform = words.astype(np.float64)
     uniform += 0.5
     uniform *= 2.0**-32
     np.log(uniform, out=uniform)
@@ -58,35 +56,3 @@ def _noise_of(lanes: tuple[NDArray[np.uint64], ...], tokens: NDArray[np.int64]) 
     np.log(uniform, out=uniform)
     np.negative(uniform, out=uniform)
     return uniform.astype(np.float32)
-
-
-def noise_words(seed: int, position: int, quads: NDArray[np.int64]) -> tuple[NDArray[np.uint64], ...]:
-    """quads: int64 [n], token ids divided by four. Returns the 32-bit words of the four tokens of each quad, [n] each.
-
-    :raises ValueError: for a position out of range.
-    """
-    if not 0 <= position <= MASK32:
-        raise ValueError(f"position {position} is not in [0, 2^32)")
-    c0 = quads.astype(np.uint64)
-    return _words(c0, np.full_like(c0, position), np.uint64(seed & MASK32), np.uint64(seed >> 32 & MASK32))
-
-
-def _words(
-    c0: NDArray[np.uint64], c1: NDArray[np.uint64], k0: NDArray[np.uint64] | np.uint64, k1: NDArray[np.uint64] | np.uint64
-) -> tuple[NDArray[np.uint64], ...]:
-    """Counters c0 and c1 [n], which are overwritten; the key's halves, of all or of each."""
-    c2, c3, high = np.zeros_like(c0), np.zeros_like(c0), np.empty_like(c0)
-    for _ in range(ROUNDS):
-        c0 *= _FACTORS[0]
-        c2 *= _FACTORS[1]
-        np.right_shift(c2, _SHIFT, out=high)
-        c1 ^= high
-        c1 ^= k0
-        np.right_shift(c0, _SHIFT, out=high)
-        c3 ^= high
-        c3 ^= k1
-        c0 &= _LOW
-        c2 &= _LOW
-        c0, c1, c2, c3 = c1, c2, c3, c0
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-    return c0, c1, c2, c3

@@ -3,30 +3,27 @@
 Ties go to the lowest token id, in filters too: top-k keeps exactly k tokens. Filters see the tempered logits; top-p takes
 probabilities over what min-p and top-k left, and keeps tokens until their sum reaches p.
 
-On a CPU most of the work is avoided, exactly: noise is bounded, so only tokens within `GUMBEL_MAX` of a score already seen can
-win; and -log(-log(1 - v)) <= -log(v), so that one float32 logarithm tells which of those still need the exact noise.
+On a CPU most of the work is avoided, exactly: noise is bounded, so few tokens can win beside one whose score has been seen
+(`host_loops.contenders`), and few are kept by top-k and top-p, which look near the highest score first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.ops.sampling.gumbel import GREEDY_BELOW, GUMBEL_MAX, gumbel_noise, noise_words
+from common.ops.sampling.gumbel import GREEDY_BELOW, gumbel_noise
+from common.ops.sampling.host_loops import Floats, Ids, contenders, total_mass
 from common.ops.sampling.nucleus import masses, wanted_mass
-from common.ops.sampling.philox import MASK32
 
-_HEAD = 512
 _FIRST_TRIES = 64
-_FEW = 64
-
-Floats = NDArray[np.float32]
-Ids = NDArray[np.int64]
+_DISTANCES = (3.0, 6.0, 10.0)
+"""From the highest score, within which the highest ones are looked for, one after the other, before all are."""
 
 
 class Draw(NamedTuple):
@@ -62,8 +59,12 @@ def _sample(logits: Floats, draw: Draw) -> int:
     if not np.isfinite(top):
         return best
     lowest = np.float32(top + np.float32(math.log(draw.min_p))) if draw.min_p > 0 else np.float32(-np.inf)
-    if 0 < draw.top_k < len(scaled) or draw.top_p < 1:
-        kept = _filtered(scaled, lowest, draw)
+    has_top_k = 0 < draw.top_k < len(scaled)
+    if has_top_k:
+        kept = _highest(scaled, lowest, top, draw.top_k)
+        kept = np.sort(_nucleus(scaled, kept, top, draw.top_p) if draw.top_p < 1 else kept)
+    elif draw.top_p < 1:
+        kept = np.sort(_whole_nucleus(scaled, lowest, top, draw.top_p))
     else:
         kept = _contenders(scaled, lowest, top, draw)
     return _winner(scaled, kept, draw)[0]
@@ -81,52 +82,51 @@ def _contenders(scaled: Floats, lowest: np.float32, top: np.float32, draw: Draw)
     likely = np.flatnonzero(scaled >= max(lowest, np.float32(top - np.float32(2.0))))[:_FIRST_TRIES]
     seen = _winner(scaled, likely, draw)[1]
     seen -= 1e-3 + abs(seen) * 2.0**-20  # scores, and sums with bounds, are rounded to float32
-    padded = scaled if len(scaled) % 4 == 0 else np.pad(scaled, (0, -len(scaled) % 4), constant_values=-np.inf)
-    within_reach = padded >= max(lowest, np.float32(seen - GUMBEL_MAX))
-    quads = np.flatnonzero(within_reach.view(np.uint32))  # four booleans at once
-    if len(quads) <= _FEW:
-        return np.flatnonzero(within_reach)
-    values = padded.reshape(-1, 4)
-    if len(quads) < len(values) // 2:
-        values = values[quads]
-    else:
-        quads = np.arange(len(values))  # hashing them all is cheaper than picking most
-    bounds = np.empty((len(quads), 4), np.float32)
-    for lane, words in enumerate(noise_words(draw.seed, draw.position, quads)):
-        bounds[:, lane] = MASK32 - words  # v = (this + 1/2) / 2^32
-    bounds += np.float32(0.5)
-    np.log(bounds, out=bounds)
-    found = np.flatnonzero((values - bounds >= np.float32(seen - 32 * math.log(2))) & (values >= lowest))
-    return quads[found >> 2] * 4 + (found & 3)
+    return contenders(scaled, lowest, seen, draw.seed, draw.position)
 
 
-def _filtered(scaled: Floats, lowest: np.float32, draw: Draw) -> Ids:
-    """What min-p, top-k and top-p leave, rising."""
-    allowed = np.flatnonzero((scaled >= lowest) & (scaled > -np.inf))
-    if 0 < draw.top_k < len(allowed):
-        allowed = _highest(scaled, allowed, draw.top_k)[: draw.top_k]
-    if draw.top_p < 1:
-        allowed = _nucleus(scaled, allowed, draw.top_p)
-    return np.sort(allowed)
+def _near(scaled: Floats, lowest: np.float32, top: np.float32) -> Iterator[Ids]:
+    """Tokens above `lowest` that are near the highest score, rising; then more of them, at last all."""
+    for distance in _DISTANCES:
+        if top - distance > lowest:
+            yield np.flatnonzero(scaled >= np.float32(top - np.float32(distance)))
+    yield np.flatnonzero((scaled >= lowest) & (scaled > -np.inf))
 
 
-def _nucleus(scaled: Floats, allowed: Ids, top_p: float) -> Ids:
-    """The likeliest of `allowed` whose probabilities reach `top_p`; at least one."""
-    values = scaled[allowed]
-    top = values.max()
-    wanted = wanted_mass(int(masses(values, top).sum()), top_p)
-    for size in (_HEAD, len(allowed)):
-        ordered = _highest(scaled, allowed, size)
-        sums = masses(scaled[ordered], top).cumsum()
-        if sums[-1] >= wanted or size >= len(allowed):
+def _highest(scaled: Floats, lowest: np.float32, top: np.float32, count: int) -> Ids:
+    """The `count` highest of those above `lowest`, or all of these; highest first."""
+    near = next((near for near in _near(scaled, lowest, top) if len(near) >= count), None)
+    if near is None:
+        near = np.flatnonzero((scaled >= lowest) & (scaled > -np.inf))
+    values = scaled[near]
+    if count < len(near):
+        near = near[values >= np.partition(values, -count)[-count]]
+    return near[_order(scaled[near])][:count]
+
+
+def _whole_nucleus(scaled: Floats, lowest: np.float32, top: np.float32, top_p: float) -> Ids:
+    """The likeliest of those above `lowest` whose probabilities reach `top_p`; at least one."""
+    wanted = wanted_mass(total_mass(scaled, lowest, top), top_p)
+    near = found = np.empty(0, np.int64)
+    for near in _near(scaled, lowest, top):
+        found = masses(scaled[near], top)
+        if int(found.sum()) >= wanted:
             break
-    return ordered[: int(np.searchsorted(sums, wanted)) + 1]
+    order = _order(scaled[near])
+    return near[order[: _length(found[order], wanted)]]
 
 
-def _highest(scaled: Floats, allowed: Ids, count: int) -> Ids:
-    """At least the `count` highest of `allowed` (rising ids), highest first, equal ones by id."""
-    values = scaled[allowed]
-    if count < len(allowed):
-        allowed = allowed[values >= np.partition(values, -count)[-count]]
-        values = scaled[allowed]
-    return allowed[np.argsort(-values, kind="stable")]
+def _nucleus(scaled: Floats, ordered: Ids, top: np.float32, top_p: float) -> Ids:
+    """The same of a few tokens, highest first."""
+    found = masses(scaled[ordered], top)
+    return ordered[: _length(found, wanted_mass(int(found.sum()), top_p))]
+
+
+def _length(ordered: NDArray[np.int64], wanted: int) -> int:
+    """How many of these masses reach `wanted`."""
+    return int(np.searchsorted(ordered.cumsum(), wanted)) + 1
+
+
+def _order(values: Floats) -> Ids:
+    """Their places, highest first, equal ones as they are."""
+    return np.argsort(-values, kind="stable")
