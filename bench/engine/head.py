@@ -33,7 +33,7 @@ from common.engine.board import HEAD_SLOTS, HeadSlots
 from common.engine.gpu import runner as runners
 from common.engine.gpu.head import DeviceHead
 from common.models.head_config import HeadKind, HeadSpec, mtp_spec, usual_layers
-from common.models.head_layer import head_layer
+from common.models.head_model import head_model
 from common.models.head_weights import HeadTensors
 from common.models.spec import RopeSpec
 from common.ops.drafting.head_inputs import TargetStep
@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
         if mode != "off":
             tensors = tensors_of(runner, options.kind, min(options.draft_vocab, runner.vocab_size))
             decoder = runner.decoder
-            runner.attach_head(head_layer(tensors, dtype=decoder.dtype, device=decoder.device, format=FORMATS[mode]))
+            runner.attach_head(head_model(tensors, dtype=decoder.dtype, device=decoder.device, format=FORMATS[mode]))
         for accuracy in options.accuracy:
             for rows in options.rows:
                 one = found.setdefault((accuracy, rows), {}).setdefault(mode, [])

@@ -12,7 +12,7 @@ from common.models.decoder import Decoder
 from common.models.head_config import HeadSpec
 from common.models.head_folder import HeadFiles, HeldHead, check_head
 from common.models.head_tensors import EMBEDDING, LM_HEAD, further_prefix, head_names
-from common.models.reduced_vocabulary import target_ids
+from common.models.reduced_vocabulary import are_all, target_ids
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS
 from common.ops.cpu_int8.weights import LANES, unpack_int8
@@ -94,7 +94,9 @@ def _read(head: HeadFiles, held: HeldHead) -> dict[str, torch.Tensor]:
 
 def _lm_head(target: Decoder, ids: torch.Tensor) -> torch.Tensor | LinearWeight:
     """The target's rows `ids`. Where these are all, nothing is copied."""
-    return target.head if len(ids) == target.config.vocab_size == target.config.head_size else head_rows(target, ids)
+    config = target.config
+    is_whole = config.vocab_size == config.head_size and are_all(ids, config.vocab_size)
+    return target.head if is_whole else head_rows(target, ids)
 
 
 def lm_head_rows(tensors: HeadTensors) -> torch.Tensor:

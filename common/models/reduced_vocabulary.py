@@ -33,6 +33,11 @@ def target_ids(offsets: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return ids
 
 
+def are_all(ids: torch.Tensor, vocab_size: int) -> bool:
+    """Whether rows are the whole vocabulary, in its order, so that a row's index is the token."""
+    return len(ids) == vocab_size and bool((ids == torch.arange(vocab_size, device=ids.device)).all())
+
+
 def spread(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """logits: float32 [rows, draft_vocab_size]. ids: of `target_ids`. Returns float32 [rows, vocab_size]."""
     whole = torch.full((len(logits), vocab_size), ABSENT_LOGIT, dtype=logits.dtype, device=logits.device)

@@ -27,7 +27,7 @@ from common.engine.plan import StepPlan, StepRow
 from common.engine.sequence import Sequence
 from common.models.blocks.border import Border
 from common.models.head_folder import HeadFiles, open_head, own_head
-from common.models.head_layer import head_layer
+from common.models.head_model import head_model
 from common.models.head_weights import HeadTensors, load_head
 from common.models.source import ModelFiles, resolve
 from common.ops.sampling.board_layout import LINES
@@ -72,7 +72,7 @@ class Noting:
 def with_head(files: ModelFiles, folder: Path, *, counts: bool = False) -> tuple[DeviceRunner, HeadTensors, Noting]:
     runner = device_runner(files)
     tensors = load_head(open_head(write_head(folder, files)), runner.decoder, files.name)
-    runner.attach_head(head_layer(tensors, dtype=torch.float32, device=torch.device("cpu")))
+    runner.attach_head(head_model(tensors, dtype=torch.float32, device=torch.device("cpu")))
     noting = Noting(runner, Chain(runner, counts=counts), tensors.spec.hidden_size)
     runner._forward = noting  # type: ignore[method-assign]
     return runner, tensors, noting
@@ -134,7 +134,7 @@ def check_drafts(files: ModelFiles, head: HeadFiles, chunk: int) -> None:
     """Behind a prompt in one part and in several; behind verified tokens of which some hold, beside a row without drafts."""
     runner = device_runner(files)
     tensors = load_head(head, runner.decoder, files.name)
-    runner.attach_head(head_layer(tensors, dtype=torch.float32, device=torch.device("cpu")))
+    runner.attach_head(head_model(tensors, dtype=torch.float32, device=torch.device("cpu")))
     prompt = oracle_prompt(length=21)
     assert runner._head is not None
     states, noted, drafts = list[torch.Tensor](), list[torch.Tensor](), runner._head.draft

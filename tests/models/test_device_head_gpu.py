@@ -13,7 +13,7 @@ from common.engine.load.layout import EngineConfig
 from common.engine.load.runners import load_runner
 from common.engine.plan import StepPlan, StepRow
 from common.models.head_folder import open_head, own_head
-from common.models.head_layer import head_layer
+from common.models.head_model import head_model
 from common.models.head_weights import HeadTensors, lm_head_rows, load_head
 from common.models.source import ModelFiles, resolve
 from common.ops.drafting.head_layer_tensors import HeadLayerTensors
@@ -43,7 +43,7 @@ def on_gpu(files: ModelFiles, folder: Path | None = None, *, own: bool = False, 
     )
     if head is not None:
         tensors = load_head(head, runner.decoder, files.name)
-        runner.attach_head(head_layer(tensors, dtype=torch.float32, device=runner.decoder.device))
+        runner.attach_head(head_model(tensors, dtype=torch.float32, device=runner.decoder.device))
     return runner
 
 

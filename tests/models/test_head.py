@@ -16,12 +16,13 @@ from common.engine.cpu.head_choice import NO_CHOICE, choose
 from common.engine.outcomes import accept
 from common.engine.plan import RowSamples, StepPlan, StepRow
 from common.models.head_folder import open_head, own_head
+from common.models.head_model import head_model
 from common.models.head_weights import HeadTensors, lm_head_rows, load_head
 from common.models.source import ModelFiles, resolve
 from common.ops.cpu_int8.head_reference import HeadWeightsReference, head_reference
 from common.ops.sampling.sample import Draw, sample_tokens
 from common.protocol.messages import SamplingParams
-from tests.fixtures.head import write_head
+from tests.fixtures.head import edit_tensors, write_head
 from tests.fixtures.tiny_model import write_tiny_model
 from tests.models.driver import GREEDY, open_runner
 from tests.models.oracles import oracle_prompt
@@ -35,7 +36,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 class Site:
-    """A runner with a head of random weights, and one sequence. folder: None: the head is the model's MTP layer."""
+    """A runner with a head of random weights, and one sequence. folder: None: the head is the model's MTP layer. changes: of a
+    head's config.json. shuffles: a head of all tokens lists them in another order."""
 
     def __init__(
         self,
@@ -45,11 +47,16 @@ class Site:
         context_tokens: int = 1024,
         normed: bool = False,
         layers: int = 1,
+        changes: dict[str, Any] | None = None,
+        shuffles: bool = False,
         **settings: Any,
     ) -> None:
         self.runner: Any = open_runner(files, **settings)
-        form = {"norm_before_residual": normed, "num_hidden_layers": layers}
+        form = {"norm_before_residual": normed, "num_hidden_layers": layers, **(changes or {})}
         head = own_head(files) if folder is None else open_head(write_head(folder, files, **form))
+        if folder is not None and shuffles:
+            ids = torch.randperm(head.spec.draft_vocab_size, generator=torch.Generator().manual_seed(1))
+            edit_tensors(folder, d2t=ids - torch.arange(len(ids)))
         assert head is not None
         self.tensors = load_head(head, self.runner.decoder, files.name)
         self.runner.head = Head(self.tensors, max_sequences=3, threads=1, context_tokens=context_tokens)
@@ -167,6 +174,18 @@ def test_drafts_are_those_of_the_reference(
     expected = reference_drafts(site.tensors, states, [*prompt[1:], samples.tokens[0]], 4)
     assert samples.drafted.tokens == expected
     assert all(0 < chance <= 1 for chance in samples.drafted.chances)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_a_head_of_all_tokens_may_list_them_in_any_order(tiny: ModelFiles, tmp_path: Path, dtype: str) -> None:
+    drafts: list[list[int]] = []
+    prompt = oracle_prompt(length=37)
+    for name in ("in order", "shuffled"):
+        site = Site(tiny, tmp_path / name, dtype=dtype, changes={"draft_vocab_size": None}, shuffles=name == "shuffled")
+        drafts.append(site.read(prompt, 100, list(range(10)))[0].drafted.tokens)
+        model = head_model(site.tensors, dtype=torch.float32, device=torch.device("cpu"))
+        assert (model.ids is None) == (name == "in order")
+    assert drafts[0] == drafts[1]
 
 
 def test_states_of_very_different_size_are_told_apart(tiny: ModelFiles, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from common.engine.gpu.pinned import to_device
 from common.engine.gpu.step_buffers import PackedStep, StepShape
 from common.engine.plan import DraftPass, StepRow
 from common.models.attention import DeviceAttention
-from common.models.head_layer import HeadLayer
+from common.models.head_model import HeadModel
 from common.ops.attention.settings import DEFAULT_SETTINGS
 from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch
@@ -99,32 +99,32 @@ class DeviceHead:
 
     def __init__(
         self,
-        layer: HeadLayer,
+        model: HeadModel,
         max_tokens: int,
         max_context: int,
         board: torch.Tensor,
         *,
         depth: int,
     ) -> None:
-        self.layers = layer.spec.layers
-        self._layer = layer
+        self.layers = model.spec.layers
+        self._model = model
         self._board = board
-        spec, device = layer.spec, board.device
+        spec, device = model.spec, board.device
         self._device = device
         blocks_each = RING_TOKENS // _BLOCK_TOKENS
         shape = (HEAD_SLOTS * blocks_each, spec.num_layers, 2, _BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
-        self._pool = torch.zeros(shape, dtype=layer.dtype, device=device)
+        self._pool = torch.zeros(shape, dtype=model.dtype, device=device)
         places = max_context + 2 * _BLOCK_TOKENS
         self._table_blocks = places // _BLOCK_TOKENS
         ring = torch.arange(self._table_blocks, dtype=torch.int32, device=device) % blocks_each
         first = torch.arange(HEAD_SLOTS, dtype=torch.int32, device=device) * blocks_each
         self._block_ids = (first[:, None] + ring).flatten().contiguous()
-        self._ropes = {layer.rope: layer.rope_table(places)}
+        self._ropes = {model.rope: model.rope_table(places)}
         wide = [torch.zeros(max_tokens, dtype=torch.int64, device=device) for _ in range(3)]
         narrow = [torch.zeros(max(max_tokens, HEAD_SLOTS), dtype=torch.int32, device=device) for _ in range(2)]
         self._first = FirstPass(*wide, *narrow)
         self._rows = DraftRows.create(HEAD_SLOTS, device)
-        self._features = torch.zeros(HEAD_SLOTS, spec.hidden_size, dtype=layer.dtype, device=device)
+        self._features = torch.zeros(HEAD_SLOTS, spec.hidden_size, dtype=model.dtype, device=device)
         self._normed = torch.zeros_like(self._features)
         self._drafted = torch.zeros(HEAD_SLOTS, dtype=torch.int64, device=device)
         self._results = torch.zeros_like(self._drafted)
@@ -225,9 +225,9 @@ class DeviceHead:
         prepare_rows(self._words, target, first, self._rows, self._board, self._table_blocks)
         batch = DeviceBatch(query_starts, first.context_lens, self._block_ids, first.block_starts, max_queries, num_tokens)
         attention = self._attend(batch, first.slots, first.places)
-        border = self._layer.forward(first.nexts, self._layer.features(states), attention)
-        normed = self._layer.read(border)
-        torch.index_select(self._layer.following(border, normed), 0, self._rows.selected, out=self._features)
+        border = self._model.forward(first.nexts, self._model.features(states), attention)
+        normed = self._model.read(border)
+        torch.index_select(self._model.following(border, normed), 0, self._rows.selected, out=self._features)
         torch.index_select(normed, 0, self._rows.selected, out=self._normed)
 
     def _pass(self, draw: _Draw) -> None:
@@ -236,9 +236,9 @@ class DeviceHead:
         batch = DeviceBatch(starts, rows.context_lens[:size], self._block_ids, rows.block_starts[:size], 1, size)
         attention = self._attend(batch, rows.slots[:size], rows.places[:size])
         features = self._features[:size]
-        border = self._layer.forward(rows.tokens[:size], features, attention)
-        normed = self._normed[:size] = self._layer.read(border)
-        following = self._layer.following(border, normed)
+        border = self._model.forward(rows.tokens[:size], features, attention)
+        normed = self._normed[:size] = self._model.read(border)
+        following = self._model.following(border, normed)
         if following is not features:
             features.copy_(following)
         self._draw(draw)
@@ -249,24 +249,24 @@ class DeviceHead:
 
     def _sample(self, draw: _Draw) -> torch.Tensor:
         """Return a token of each row, int64 [size], -1 where a logit was not finite."""
-        logits, draws = self._layer.logits(self._normed[: draw.size]), self._rows.draws
+        logits, draws = self._model.logits(self._normed[: draw.size]), self._rows.draws
         sample_plain(logits, draws, self._drafted, results=self._results)
         if draw.filtered:
             sample_filtered(logits, self._every[: draw.size], draws, self._drafted, results=self._results)
         return self._results[: draw.size]
 
     def _attend(self, batch: DeviceBatch, slots: torch.Tensor, places: torch.Tensor) -> DeviceAttention:
-        layer = self._layer
+        model = self._model
         plan = plan_device_attention(
             batch,
             self._pool,
-            layer.spec.num_heads,
+            model.spec.num_heads,
             self._workspace,
             settings=DEFAULT_SETTINGS,
-            dtype=layer.dtype,
-            form=layer.mixer.form,
+            dtype=model.dtype,
+            form=model.mixer.form,
         )
-        return DeviceAttention(KvTarget(self._pool, slots), {layer.mixer.form.kind: plan}, places, self._ropes, layer.dtype)
+        return DeviceAttention(KvTarget(self._pool, slots), {model.mixer.form.kind: plan}, places, self._ropes, model.dtype)
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -44,7 +44,7 @@ from common.engine.masks import StepMasks, fill_masks
 from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
 from common.models.decoder import Decoder, Inputs
-from common.models.head_layer import HeadLayer
+from common.models.head_model import HeadModel
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work_list import DeviceRow
 from common.ops.drafting.head_inputs import TargetStep
@@ -243,7 +243,7 @@ class DeviceRunner:
             inputs = partial(self._step_inputs, StepShape(PADDING, 1, 1, 1))
             self._settling.lookup = warm_lookup(max_texts, self.max_context, _DEPTH, self._device, inputs)
 
-    def attach_head(self, layer: HeadLayer | None) -> None:
+    def attach_head(self, model: HeadModel | None) -> None:
         """From here on draft with a head behind rows that have `drafts` and a slot of `HeadSlots`; None: without one. Captures
         all graphs anew.
 
@@ -251,7 +251,7 @@ class DeviceRunner:
         """
         board = self._settling.board.drafted
         with self._running():
-            self._head = None if layer is None else DeviceHead(layer, self._max_tokens, self.max_context, board, depth=_DEPTH)
+            self._head = None if model is None else DeviceHead(model, self._max_tokens, self.max_context, board, depth=_DEPTH)
         if self._has_graphs:
             self._graphs.clear()
             self._capture(lambda done, total: None)

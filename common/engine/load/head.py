@@ -75,7 +75,7 @@ def _attach_on_gpu(engine: Engine, found: HeadFiles, files: ModelFiles) -> None:
     import torch
 
     from common.engine.gpu.runner import DeviceRunner
-    from common.models.head_layer import head_layer
+    from common.models.head_model import head_model
     from common.models.head_weights import load_head
 
     runner, begun = engine.runner, time.perf_counter()
@@ -84,7 +84,7 @@ def _attach_on_gpu(engine: Engine, found: HeadFiles, files: ModelFiles) -> None:
     tensors = load_head(found, runner.decoder, files.name)
     knows_fp8 = gpu.type == "cuda" and torch.cuda.get_device_capability(gpu) >= FP8_SINCE
     try:
-        runner.attach_head(head_layer(tensors, dtype=dtype, device=gpu, format="fp8" if knows_fp8 else "plain"))
+        runner.attach_head(head_model(tensors, dtype=dtype, device=gpu, format="fp8" if knows_fp8 else "plain"))
     except (torch.OutOfMemoryError, ConfigError) as error:
         runner.attach_head(None)
         raise ConfigError("no GPU memory is left for a head: use --head off, or lower gpu_memory_utilization") from error

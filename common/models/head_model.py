@@ -12,7 +12,7 @@ from common.models.blocks.border import Border, Norms
 from common.models.blocks.mlp import DenseBlock
 from common.models.head_config import HeadKind
 from common.models.head_weights import HeadTensors
-from common.models.reduced_vocabulary import spread
+from common.models.reduced_vocabulary import are_all, spread
 from common.models.rope import RopeTable, inverse_frequencies
 from common.models.spec import AttentionSpec, DenseSpec
 from common.ops.attention.form import AttentionForm
@@ -23,9 +23,9 @@ from common.ops.linear.linear import linear
 from common.ops.linear.weight import LinearWeight, PackFormat, pack_linear
 
 
-class HeadLayer(ABC):
+class HeadModel(ABC):
     """The head's weights in `dtype` on `device`, and what it computes of a step's pairs, of which each sees the last `WINDOW`.
-    `head_layer` makes one.
+    `head_model` makes one.
 
     format: of the linears; what is drafted need not be exact. An lm_head that is the target's and quantised stays as it is.
     """
@@ -46,7 +46,7 @@ class HeadLayer(ABC):
             lm_head = lm_head.data
         self.lm_head = packed(lm_head) if isinstance(lm_head, torch.Tensor) else lm_head
         self.embedding = tensors.embedding.to(device, dtype)
-        self.ids = None if len(tensors.ids) == spec.vocab_size else tensors.ids.to(device)
+        self.ids = None if are_all(tensors.ids, spec.vocab_size) else tensors.ids.to(device)
         self.fc = packed(tensors.fc)
         self.embedding_norm, self.feature_norm = norms(tensors.embedding_norm), norms(tensors.feature_norm)
         self.norm = norms(tensors.norm)
@@ -120,7 +120,7 @@ class HeadLayer(ABC):
         return logits if self.ids is None else spread(logits, self.ids, self.spec.vocab_size)
 
 
-class EagleLayer(HeadLayer):
+class EagleModel(HeadModel):
     """EAGLE-3: attention reads both halves of a pair, and what it makes is added to the feature."""
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ class EagleLayer(HeadLayer):
         return border.residual
 
 
-class MtpLayer(HeadLayer):
+class MtpModel(HeadModel):
     """A model's own layer for multi-token prediction: one linear joins the halves of a pair, and a layer like the model's
     reads what comes of it."""
 
@@ -152,12 +152,12 @@ class MtpLayer(HeadLayer):
         return normed
 
 
-_LAYERS: dict[HeadKind, type[HeadLayer]] = {"eagle3": EagleLayer, "mtp": MtpLayer}
+_MODELS: dict[HeadKind, type[HeadModel]] = {"eagle3": EagleModel, "mtp": MtpModel}
 
 
-def head_layer(tensors: HeadTensors, *, dtype: torch.dtype, device: torch.device, format: PackFormat = "plain") -> HeadLayer:
-    """Return the layer of the head's kind; see `HeadLayer`."""
-    return _LAYERS[tensors.spec.kind](tensors, dtype=dtype, device=device, format=format)
+def head_model(tensors: HeadTensors, *, dtype: torch.dtype, device: torch.device, format: PackFormat = "plain") -> HeadModel:
+    """Return what computes heads of this kind; see `HeadModel`."""
+    return _MODELS[tensors.spec.kind](tensors, dtype=dtype, device=device, format=format)
 
 
 def _normed(border: Border, norms: Norms) -> torch.Tensor:
