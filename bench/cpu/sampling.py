@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     logits = logits_of(options.model, options.places)
-    compiled = host_loops._compiled
+    compiled = host_loops.compiled_loops
     rows: list[list[str]] = []
     for kind, draw in KINDS.items():
         draws = [draw._replace(position=place) for place in range(len(logits))]
@@ -81,12 +81,12 @@ def main() -> None:
         found: dict[bool, list[int]] = {}
         for _ in range(options.turns):
             for is_compiled in (False, True):
-                host_loops._compiled = compiled if is_compiled else lambda: None
+                host_loops.compiled_loops = compiled if is_compiled else lambda: None
                 found[is_compiled], took = drawn(logits, draws)
                 times[is_compiled] += took
         same = "same" if np.array_equal(found[True], found[False]) else "different"
         rows.append([kind, number(median(times[False])), number(median(times[True])), same])
-    host_loops._compiled = compiled
+    host_loops.compiled_loops = compiled
     print(f"{describe()}\n\n{markdown(['draws', 'NumPy, µs', 'compiled, µs', 'tokens'], rows)}")
 
 

@@ -62,8 +62,8 @@ def test_noise_of_a_token_depends_on_seed_and_position_only() -> None:
 @pytest.fixture(params=["compiled", "numpy"])
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "numpy":
-        monkeypatch.setattr(host_loops, "_compiled", lambda: None)
-    elif host_loops._compiled() is None:
+        monkeypatch.setattr(host_loops, "compiled_loops", lambda: None)
+    elif host_loops.compiled_loops() is None:
         pytest.skip("Numba is not installed")
 
 

@@ -31,7 +31,7 @@ _FACTORS = tuple(np.uint64(factor) for factor in MULTIPLIERS)
 
 
 @cache
-def _compiled() -> ModuleType | None:
+def compiled_loops() -> ModuleType | None:
     """Return the module of compiled loops; None where there is no Numba."""
     try:
         from common.ops.sampling import host_loops_numba
@@ -42,7 +42,7 @@ def _compiled() -> ModuleType | None:
 
 def words_of(seed: int, position: int, tokens: Ids) -> NDArray[np.unsignedinteger]:
     """Return the 32-bit word of each of `tokens`, [tokens]; see `gumbel`."""
-    compiled = _compiled()
+    compiled = compiled_loops()
     if compiled is None:
         return np.choose(tokens & 3, _words_of_quads(seed, position, tokens >> 2))
     words = np.empty(len(tokens), np.uint32)
@@ -62,7 +62,7 @@ def contenders(scaled: Floats, lowest: np.float32, seen: float, seed: int, posit
     Noise is at most `MOST_NOISE`, and -log(-log(1 - v)) <= -log(v).
     """
     floor = max(lowest, np.float32(seen - MOST_NOISE))
-    compiled = _compiled()
+    compiled = compiled_loops()
     if compiled is None:
         return _contenders(scaled, lowest, floor, seen, seed, position)
     flags, least = np.empty(len(scaled), np.bool_), np.float32(seen)
@@ -72,7 +72,7 @@ def contenders(scaled: Floats, lowest: np.float32, seen: float, seed: int, posit
 
 def total_mass(scaled: Floats, lowest: np.float32, top: np.float32) -> int:
     """Return the sum of `masses` of all scores that are at least `lowest`; `top` is the highest."""
-    compiled = _compiled()
+    compiled = compiled_loops()
     if compiled is None:
         return int(masses(scaled[scaled >= lowest], top).sum())
     return int(compiled.sum_masses(scaled, lowest, top))
