@@ -13,7 +13,7 @@ import torch
 from common.ops import backend
 from common.ops.sampling.adjust_device import apply_adjustments
 from common.ops.sampling.adjustments import PENDING, Adjustment, Adjustments, pack_adjustments
-from common.ops.sampling.gumbel import GUMBEL_MAX
+from common.ops.sampling.host_loops import GUMBEL_MAX
 from common.ops.sampling.logprobs import token_logprobs, token_logprobs_torch, top_logprobs
 from common.ops.sampling.logprobs_reference import top_logprobs_reference
 from common.ops.sampling.nucleus import MASS_BITS, masses

@@ -13,10 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.ops.sampling.host_loops import MOST_NOISE, words_of, words_of_each
+from common.ops.sampling.host_loops import words_of, words_of_each
 from common.ops.sampling.philox import MASK32
 
-GUMBEL_MAX = MOST_NOISE
 GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM: there is no noise."""
 

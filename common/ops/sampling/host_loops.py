@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
-MOST_NOISE = -math.log(-math.log1p(-(2.0**-33)))
+GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))
 """No noise is larger (about 22.9)."""
 
 _FEW = 64
@@ -59,9 +59,9 @@ def words_of_each(seeds: Words, positions: Ids, tokens: Ids) -> Words:
 def contenders(scaled: Floats, lowest: np.float32, seen: float, seed: int, position: int) -> Ids:
     """Return the tokens, rising, whose scores are at least `lowest` and may reach `seen` with their noise; perhaps a few more.
 
-    Noise is at most `MOST_NOISE`, and -log(-log(1 - v)) <= -log(v).
+    Noise is at most `GUMBEL_MAX`, and -log(-log(1 - v)) <= -log(v).
     """
-    floor = max(lowest, np.float32(seen - MOST_NOISE))
+    floor = max(lowest, np.float32(seen - GUMBEL_MAX))
     compiled = compiled_loops()
     if compiled is None:
         return _contenders(scaled, lowest, floor, seen, seed, position)
