@@ -54,7 +54,7 @@ class ReplayingHead(DeviceHead):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.wrong = torch.zeros(self._layer.spec.vocab_size, dtype=torch.int64, device=self._device)
+        self.wrong = torch.zeros(self._model.spec.vocab_size, dtype=torch.int64, device=self._device)
         self._last = torch.zeros(HEAD_SLOTS, dtype=torch.int64, device=self._device)
 
     def _compute_first(self, target: TargetStep, states: torch.Tensor, query_starts: torch.Tensor, max_queries: int) -> None:

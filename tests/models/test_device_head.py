@@ -220,7 +220,7 @@ def counting(files: ModelFiles, folder: Path, *, wrong: float = 0.0) -> DeviceRu
     """A target that counts, and a head that does, but for a share of the tokens. Its attention and linears are left out."""
     runner, tensors, _ = with_head(files, folder, counts=True)
     assert runner._head is not None
-    layer, dice, hidden = runner._head._layer, random.Random(6), tensors.spec.hidden_size
+    layer, dice, hidden = runner._head._model, random.Random(6), tensors.spec.hidden_size
 
     def forward(tokens: torch.Tensor, features: torch.Tensor, attention: Any) -> Border:
         return Border(tokens.float()[:, None].expand(-1, hidden).clone())
@@ -365,7 +365,7 @@ def test_a_worker_serves_on_without_a_head_that_does_not_fit(
 def test_logits_that_are_not_finite_are_no_proposal(files: ModelFiles, tmp_path: Path) -> None:
     runner = counting(files, tmp_path / "head")
     assert runner._head is not None
-    vars(runner._head._layer).update(logits=lambda x: torch.full((len(x), runner.vocab_size), torch.nan))
+    vars(runner._head._model).update(logits=lambda x: torch.full((len(x), runner.vocab_size), torch.nan))
     world = Drafting(runner)
     (found,) = world.run([sequence_of(1, SamplingParams(temperature=0.0, max_tokens=20), symbols=30)])
     assert found == list(range(found[0], found[0] + 20))

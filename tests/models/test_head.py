@@ -54,10 +54,10 @@ class Site:
         self.runner: Any = open_runner(files, **settings)
         form = {"norm_before_residual": normed, "num_hidden_layers": layers, **(changes or {})}
         head = own_head(files) if folder is None else open_head(write_head(folder, files, **form))
+        assert head is not None
         if folder is not None and shuffles:
             ids = torch.randperm(head.spec.draft_vocab_size, generator=torch.Generator().manual_seed(1))
             edit_tensors(folder, d2t=ids - torch.arange(len(ids)))
-        assert head is not None
         self.tensors = load_head(head, self.runner.decoder, files.name)
         self.runner.head = Head(self.tensors, max_sequences=3, threads=1, context_tokens=context_tokens)
         self.states: list[torch.Tensor] = []
