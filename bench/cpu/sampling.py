@@ -1,7 +1,7 @@
-"""Drawing tokens on a CPU: `python -m bench.cpu.sampling`. Compiled loops beside NumPy's, in turns, on a real model's logits.
+"""Times drawing tokens on a CPU: `python -m bench.cpu.sampling`. Compiled loops and NumPy's take turns.
 
-Logits are those behind pieces of the README. Prints a table in Markdown: median times of one
-draw, in µs, and whether both drew the same tokens.
+A real model computes the logits, behind pieces of the README. Prints a table in Markdown: the median time of one draw in µs,
+and whether both drew the same tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 
 from bench.common.machine import describe
@@ -34,11 +33,11 @@ KINDS = {
     "T 1, min-p 0.05": Draw(1.0, 0, 1.0, 0.05, 1, 0),
 }
 WINDOW, STRIDE = 96, 40
-"""Tokens of a text, and from one to the next."""
+"""Tokens of each piece, and from the start of one piece to the next."""
 
 
 def logits_of(model: str, count: int) -> torch.Tensor:
-    """Return float32 [count, vocab], behind so many pieces of a text."""
+    """Return the logits behind `count` pieces of the README, float32 [count, vocab]."""
     files = resolve(model)
     runner = load_runner(files, EngineConfig(threads=2, num_blocks=16))
     tokens = load_bundle(files).tokenizer.encode((Path(__file__).parents[2] / "README.md").read_text())
@@ -57,7 +56,7 @@ def logits_of(model: str, count: int) -> torch.Tensor:
 
 
 def drawn(logits: torch.Tensor, draws: list[Draw]) -> tuple[list[int], list[float]]:
-    """Return the tokens, and how long each took, in µs."""
+    """Return the tokens, and the time of each draw in µs."""
     tokens, times = list[int](), list[float]()
     for row, draw in zip(logits, draws, strict=True):
         begun = time.perf_counter()
@@ -84,7 +83,7 @@ def main() -> None:
                 host_loops.compiled_loops = compiled if is_compiled else lambda: None
                 found[is_compiled], took = drawn(logits, draws)
                 times[is_compiled] += took
-        same = "same" if np.array_equal(found[True], found[False]) else "different"
+        same = "same" if found[True] == found[False] else "different"
         rows.append([kind, number(median(times[False])), number(median(times[True])), same])
     host_loops.compiled_loops = compiled
     print(f"{describe()}\n\n{markdown(['draws', 'NumPy, µs', 'compiled, µs', 'tokens'], rows)}")

@@ -34,7 +34,7 @@ def target_ids(offsets: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def are_all(ids: torch.Tensor, vocab_size: int) -> bool:
-    """Whether rows are the whole vocabulary, in its order, so that a row's index is the token."""
+    """Return whether `ids` are the whole vocabulary in order, so that a row's index is its token."""
     return len(ids) == vocab_size and bool((ids == torch.arange(vocab_size, device=ids.device)).all())
 
 

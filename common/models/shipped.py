@@ -1,8 +1,8 @@
-"""For which models a head or a draft model that is shipped is: those whose weights it was trained for, or nearly these.
+"""Find the shipped head or draft model that suits a target: one trained for the same model, or for a model of the same name.
 
-People have the same model as another file: by a path, a Hugging Face id, in another precision, or trained a little further.
-What is proposed there is right nearly as often, and a proposal changes no token. So what is shipped for a model is for all
-whose name begins with that model's name, if vocabulary and hidden size are the same.
+The same model is often served from another file: by a path, by a Hugging Face id, in another precision or after fine-tuning. A
+wrong proposal costs speed and never changes a token, so a name that begins with the trained model's name is enough, if
+vocabulary and hidden size are equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def trained_for(said: object) -> TrainedFor:
 
 
 def index_for(target: ModelFiles, shipped: Sequence[TrainedFor]) -> int | None:
-    """Return the index of what is for this very model, or else of the first that is for one like it; None for none."""
+    """Return the index of the first entry of `shipped` with the target's name and revision, else of the first whose name and
+    sizes match; None if there is none."""
     same = (index for index, one in enumerate(shipped) if (one.name, one.revision) == (target.name, target.revision))
     alike = (index for index, one in enumerate(shipped) if _is_like(one, target))
     return next(same, next(alike, None))
@@ -50,7 +51,8 @@ def _is_like(known: TrainedFor, target: ModelFiles) -> bool:
 
 
 def _plain(name: str) -> str:
-    """
+    """Return a model's name without its owner, in lower case, with hyphens as its only punctuation.
+
     >>> _plain("HuggingFaceTB/SmolLM2-135M-Instruct"), _plain("SmolLM2-135M-Instruct.Q8_0")
     ('smollm2-135m-instruct', 'smollm2-135m-instruct-q8-0')
     """

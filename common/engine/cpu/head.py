@@ -35,9 +35,10 @@ from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 CONTEXT_TOKENS = 1024
 """Of a sequence that the head attends to, the last ones."""
 FIRST_IDS = 4096
-"""Of a draft vocabulary, whose logits a pass gives. Heads name the likeliest tokens first, and BPE numbers them so, too."""
+"""Number of draft-vocabulary ids, a multiple of `LANES`, whose logits every pass computes. The recipe's heads list the
+likeliest tokens first. In others ids ascend, and BPE gives frequent tokens low ids."""
 _STANDS_OUT = 0.3
-"""The chance among the first ids with which a token is taken to be the best of all."""
+"""Least probability among the first ids with which a token is proposed without computing the logits of the others."""
 _BLOCK_TOKENS = 16
 _MAX_DRAFTS = 63
 
@@ -101,7 +102,7 @@ class Head:
         self._room = self._new_room(1)
         self._logits, self._rest = self._new_logits(1)
         self._no_states = np.empty((max_sequences + 1, 0), np.float32)
-        self._compute_rest(0)  # so that it is compiled
+        self._compute_rest(0)  # compiles the kernel before the first request
 
     @property
     def state_size(self) -> int:
@@ -180,8 +181,8 @@ class Head:
         return kept
 
     def _choices(self, jobs: Sequence[_Job]) -> list[tuple[int, float]]:
-        """Return a token, and its chance, for each of `jobs`, whose pass has just been computed: of the first ids, where what
-        is chosen among these stands out for all, else of all ids. Reading every row of lm_head is half of a pass."""
+        """Return a token, and its chance, for each of `jobs`, whose pass has just been computed. If any choice among the first
+        ids is uncertain, the other rows of lm_head are read, too, and every choice is made among all ids."""
 
         def chosen(logits: NDArray[np.float32]) -> list[tuple[int, float]]:
             ids = self._ids[: logits.shape[1]]

@@ -14,8 +14,8 @@ Further layers stand between x' and the last norm, and each reads what the one b
 
     x ─► norm ─► QKV ─► rotate, write KV ─► attend ─► output + x ─► MLP ─► x'
 
-What follows the token at p + 1 has the logits: of the first tokens of the vocabulary in the pass, and of the rest, which many
-passes do not need, in a call behind it. The feature of the pair behind is x', and of MTP the norm of x'. Work is shared
+The logits are those of the token at p + 2. A pass computes them for the first rows of lm_head, and `rest_of_logits` for the
+others, which most passes do not need. The feature of the pair behind is x', and of MTP the norm of x'. Work is shared
 out as in `forward_numba`, whose kernels these are.
 """
 
@@ -175,8 +175,8 @@ def _run(counters, threads, weights, where, states, embedded, every, wanted, roo
 
 @compiled(kept=True)
 def rest_of_logits(counters, threads, weights, rows, room, logits):
-    """Behind a pass that gave `rows` logits, before the next one: the others. counters: one, new. logits: float32
-    [≥ rows, padded], of REST."""
+    """Compute the logits that a pass of `rows` rows left out. Call it before the next pass overwrites `room`. counters: new,
+    for one phase. logits: float32 [≥ rows, padded], of REST."""
     parts, linear = in_parts(REST, threads, rows, weights, room, logits)
     _share_multiply(counters, 0, parts, linear)
 

@@ -1,7 +1,7 @@
-"""What sampling on a CPU does for every token of a vocabulary, or for many: compiled where there is Numba, else by NumPy.
+"""The loops of sampling on a CPU that pass over a vocabulary, or hash tokens: compiled where Numba is installed, else NumPy.
 
-Words and masses are the same bits either way. Of contenders there may be more one way than the other; both find all that could
-win.
+Both give the same words and masses, bit for bit. They may find different numbers of contenders, but each finds all tokens that
+could win, so the token that is drawn is the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def compiled_loops() -> ModuleType | None:
 
 
 def words_of(seed: int, position: int, tokens: Ids) -> NDArray[np.unsignedinteger]:
-    """Return the 32-bit word of each of `tokens`, [tokens]; see `gumbel`."""
+    """Return the Philox word of each of `tokens`, 32 bits, [tokens]; `gumbel` says which."""
     compiled = compiled_loops()
     if compiled is None:
         return np.choose(tokens & 3, _words_of_quads(seed, position, tokens >> 2))
@@ -51,15 +51,14 @@ def words_of(seed: int, position: int, tokens: Ids) -> NDArray[np.unsignedintege
 
 
 def words_of_each(seeds: Words, positions: Ids, tokens: Ids) -> Words:
-    """Return the word of each of `tokens`, which have a seed and a position each."""
+    """Return the Philox word of each of `tokens`, which have a seed and a position each. NumPy in any case: they are few."""
     lanes = _philox((tokens >> 2).astype(np.uint64), positions.astype(np.uint64), seeds & _LOW, seeds >> _SHIFT)
     return np.choose(tokens & 3, lanes)
 
 
 def contenders(scaled: Floats, lowest: np.float32, seen: float, seed: int, position: int) -> Ids:
-    """Return the tokens, rising, whose scores are at least `lowest` and may reach `seen` with their noise; perhaps a few more.
-
-    Noise is at most `GUMBEL_MAX`, and -log(-log(1 - v)) <= -log(v).
+    """Return all tokens whose scores are at least `lowest` and reach `seen` with their noise, and a few that do not, in
+    ascending order. Noise is bounded by `GUMBEL_MAX`, and by -log(-log(1 - v)) <= -log(v).
     """
     floor = max(lowest, np.float32(seen - GUMBEL_MAX))
     compiled = compiled_loops()
@@ -71,7 +70,7 @@ def contenders(scaled: Floats, lowest: np.float32, seen: float, seed: int, posit
 
 
 def total_mass(scaled: Floats, lowest: np.float32, top: np.float32) -> int:
-    """Return the sum of `masses` of all scores that are at least `lowest`; `top` is the highest."""
+    """Return the sum of `masses` over all scores that are at least `lowest`. top: the highest score."""
     compiled = compiled_loops()
     if compiled is None:
         return int(masses(scaled[scaled >= lowest], top).sum())

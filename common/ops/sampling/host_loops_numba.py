@@ -1,4 +1,5 @@
-"""The compiled loops of `host_loops`, which says what they compute. They become vectors: no calls of a library, no branches."""
+"""The compiled loops of `host_loops`, which documents their results. They have no library calls and no branches, so LLVM
+vectorises them."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
@@ -7,10 +8,10 @@ import numpy as np
 
 from common.ops.cpu_int8.compiled_numba import compiled
 from common.ops.sampling.nucleus import COEFFICIENTS, LN2_HIGH, LN2_LOW, LOG2E, LOWEST, MASS_BITS
-from common.ops.sampling.philox import MULTIPLIERS, WEYL
+from common.ops.sampling.philox import MULTIPLIERS, ROUNDS, WEYL
 
 _CHUNK = 1024
-"""Tokens whose intermediate results stay in the first-level cache; their masses' sum is exact in a float64."""
+"""Tokens per pass: intermediate results stay in the first-level cache, and a sum of their masses is exact in a float64."""
 
 _QUADS = _CHUNK // 4
 
@@ -25,41 +26,20 @@ _LN2 = np.float32(0.6931471805599453)
 
 @compiled()
 def _round(a, b, c, d, low, high):
-    """One of Philox's rounds: the counter, and the round's key, which are 32 bits wide."""
+    """Return the counter behind one of Philox's rounds. All are 32 bits wide."""
     first, second = np.uint64(a) * _M0, np.uint64(c) * _M1
     return np.uint32(second >> _HALF) ^ b ^ low, np.uint32(second), np.uint32(first >> _HALF) ^ d ^ high, np.uint32(first)
 
 
 @compiled()
-def _next_key(low, high):
-    return np.uint32(low + _W0), np.uint32(high + _W1)
-
-
-@compiled()
-def _philox(quads, count, position, first_low, first_high, words):
-    """words: uint32 [4, ≥ count], of the first of `quads`, uint32. Ten rounds, written out: a loop in this loop would keep it
-    from becoming vectors, and so would a call."""
+def _philox(quads, count, position, low, high, words):
+    """Write the words of the first `count` of `quads`, uint32, into words: uint32 [4, ≥ count]."""
     for i in range(count):
-        low, high = first_low, first_high
-        a, b, c, d = _round(quads[i], position, np.uint32(0), np.uint32(0), low, high)
-        low, high = _next_key(low, high)
-        a, b, c, d = _round(a, b, c, d, low, high)
-        low, high = _next_key(low, high)
-        a, b, c, d = _round(a, b, c, d, low, high)
-        low, high = _next_key(low, high)
-        a, b, c, d = _round(a, b, c, d, low, high)
-        low, high = _next_key(low, high)
-        a, b, c, d = _round(a, b, c, d, low, high)
-        low, high = _next_key(low, high)
-        a, b, c, d = _round(a, b, c, d, low, high)
-        low, high = _next_key(low, high)
-        a, b, c, d = _round(a, b, c, d, low, high)
-        low, high = _next_key(low, high)
-        a, b, c, d = _round(a, b, c, d, low, high)
-        low, high = _next_key(low, high)
-        a, b, c, d = _round(a, b, c, d, low, high)
-        low, high = _next_key(low, high)
-        a, b, c, d = _round(a, b, c, d, low, high)
+        a, b, c, d = quads[i], position, np.uint32(0), np.uint32(0)
+        key_low, key_high = low, high
+        for _ in range(ROUNDS):
+            a, b, c, d = _round(a, b, c, d, key_low, key_high)
+            key_low, key_high = np.uint32(key_low + _W0), np.uint32(key_high + _W1)
         words[0, i], words[1, i], words[2, i], words[3, i] = a, b, c, d
 
 

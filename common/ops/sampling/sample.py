@@ -23,7 +23,7 @@ from common.ops.sampling.nucleus import masses, wanted_mass
 
 _FIRST_TRIES = 64
 _DISTANCES = (3.0, 6.0, 10.0)
-"""From the highest score, within which the highest ones are looked for, one after the other, before all are."""
+"""How far below the highest score top-k and top-p look for their tokens: each in turn, and then the whole vocabulary."""
 
 
 class Draw(NamedTuple):
@@ -71,14 +71,15 @@ def _sample(logits: Floats, draw: Draw) -> int:
 
 
 def _winner(scaled: Floats, tokens: Ids, draw: Draw) -> tuple[int, float]:
-    """tokens: rising. The one with the highest noisy score, and that score."""
+    """Return the token with the highest score plus noise, and that sum. tokens: in ascending order."""
     scores = scaled[tokens] + gumbel_noise(draw.seed, draw.position, tokens)
     winner = int(scores.argmax())
     return int(tokens[winner]), float(scores[winner])
 
 
 def _contenders(scaled: Floats, lowest: np.float32, top: np.float32, draw: Draw) -> Ids:
-    """The few tokens of those above `lowest` that could win, rising: the likeliest score something, the others must beat it."""
+    """Return the few tokens, of at least `lowest`, that could win, in ascending order. The winner of the likeliest is drawn
+    first, and a token that cannot beat it is left out."""
     likely = np.flatnonzero(scaled >= max(lowest, np.float32(top - np.float32(2.0))))[:_FIRST_TRIES]
     seen = _winner(scaled, likely, draw)[1]
     seen -= 1e-3 + abs(seen) * 2.0**-20  # scores, and sums with bounds, are rounded to float32
@@ -86,7 +87,7 @@ def _contenders(scaled: Floats, lowest: np.float32, top: np.float32, draw: Draw)
 
 
 def _near(scaled: Floats, lowest: np.float32, top: np.float32) -> Iterator[Ids]:
-    """Tokens above `lowest` that are near the highest score, rising; then more of them, at last all."""
+    """Yield the tokens within each of `_DISTANCES` of the highest score, then all; none below `lowest`, in ascending order."""
     for distance in _DISTANCES:
         if top - distance > lowest:
             yield np.flatnonzero(scaled >= np.float32(top - np.float32(distance)))
@@ -94,10 +95,11 @@ def _near(scaled: Floats, lowest: np.float32, top: np.float32) -> Iterator[Ids]:
 
 
 def _highest(scaled: Floats, lowest: np.float32, top: np.float32, count: int) -> Ids:
-    """The `count` highest of those above `lowest`, or all of these; highest first."""
-    near = next((near for near in _near(scaled, lowest, top) if len(near) >= count), None)
-    if near is None:
-        near = np.flatnonzero((scaled >= lowest) & (scaled > -np.inf))
+    """Return the `count` highest tokens of at least `lowest`, or as many as there are, highest first."""
+    near = np.empty(0, np.int64)
+    for near in _near(scaled, lowest, top):
+        if len(near) >= count:
+            break
     values = scaled[near]
     if count < len(near):
         near = near[values >= np.partition(values, -count)[-count]]
@@ -105,7 +107,7 @@ def _highest(scaled: Floats, lowest: np.float32, top: np.float32, count: int) ->
 
 
 def _whole_nucleus(scaled: Floats, lowest: np.float32, top: np.float32, top_p: float) -> Ids:
-    """The likeliest of those above `lowest` whose probabilities reach `top_p`; at least one."""
+    """Return the likeliest tokens, of at least `lowest`, whose probabilities sum to `top_p`; at least one."""
     wanted = wanted_mass(total_mass(scaled, lowest, top), top_p)
     near = found = np.empty(0, np.int64)
     for near in _near(scaled, lowest, top):
@@ -117,16 +119,16 @@ def _whole_nucleus(scaled: Floats, lowest: np.float32, top: np.float32, top_p: f
 
 
 def _nucleus(scaled: Floats, ordered: Ids, top: np.float32, top_p: float) -> Ids:
-    """The same of a few tokens, highest first."""
+    """Return the first of a few tokens, highest first, whose probabilities among these sum to `top_p`; at least one."""
     found = masses(scaled[ordered], top)
     return ordered[: _length(found, wanted_mass(int(found.sum()), top_p))]
 
 
 def _length(ordered: NDArray[np.int64], wanted: int) -> int:
-    """How many of these masses reach `wanted`."""
+    """Return how many of the masses, from the first on, sum to `wanted`."""
     return int(np.searchsorted(ordered.cumsum(), wanted)) + 1
 
 
 def _order(values: Floats) -> Ids:
-    """Their places, highest first, equal ones as they are."""
+    """Return the indices that sort values in descending order; equal values keep their order."""
     return np.argsort(-values, kind="stable")
