@@ -4,9 +4,9 @@ While a step runs, messages are handled, the step before is reported and, with a
 and submitted. What a message changes meanwhile, a cancel above all, the scheduler defers where a running step depends on it.
 
 A step that raises says nothing about who is to blame. Its sequences go back to where the last good step left them and are run
-again in halves, until the ones that fail alone are found; only those end. If all of them do, a step with one token that is
-nobody's follows: where that fails, too, the engine is to blame, and is given up. So it is if all of them do several times and
-nobody succeeds in between.
+again in halves, until the ones that fail alone are found; only those end. If all of them do, a step of one of them is run once
+more, with other tokens in place of its own and nothing that it asked for: where that fails, too, the engine is to blame, and is
+given up.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import anyio
+from msgspec import structs
 
 from common.engine.plan import PendingStep, Runner, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence
-from common.engine.sequence_cache import SequenceCache
-from common.protocol.errors import OutOfBlocks
 from common.protocol.messages import SamplingParams
 from common.runtime import logs
 from common.worker.watchdog import StepWatch
 
 log = logs.get("engine")
 
-FRUITLESS = 3
-"""Steps that may fail one after another for all whom they compute, and nobody else, before the engine is to blame."""
 PROBE_TOKEN = 1
+"""What a probe computes in place of a request's tokens."""
 CLOSE_TIMEOUT_S = 2.0
 
 LEAD_S = 0.02
@@ -61,8 +59,6 @@ class Flight:
 class Scheduler(Protocol):
     """What the loop asks of a scheduler."""
 
-    @property
-    def cache(self) -> SequenceCache: ...
     def plan(self, now: float, only: Collection[Sequence] | None = None) -> StepPlan | None: ...
     def rewind(self) -> list[Sequence]: ...
     def holds(self, sequence: Sequence) -> bool: ...
@@ -216,7 +212,6 @@ class StepLoop:
         self._report: Callable[[], None] = _nothing
         self._ended = clock()
         self._pace_s = 0.0
-        self._num_fruitless = 0
 
     def wake(self) -> None:
         self._wake.set()
@@ -295,7 +290,6 @@ class StepLoop:
         self._measure(plan.num_tokens, self._ended - began)
         self._steps.step_ended(plan, self._ended - began, compiled=compiled)
         self._report = self._steps.commit(plan, result)
-        self._num_fruitless = 0
         return True
 
     def _tell(self) -> None:
@@ -324,23 +318,22 @@ class StepLoop:
             else:
                 culprits += failed
         self._ended = self._clock()
-        if len(culprits) == len(suspects) > 0:
-            self._num_fruitless += 1
-            if self._num_fruitless == FRUITLESS or not await self._computes():
-                raise RunnerLost("every step fails, whatever it computes")
+        if len(culprits) == len(suspects) > 0 and not await self._computes(culprits):
+            raise RunnerLost("every step fails, whatever it computes")
         for sequence in culprits:
             log.error("sequence_failed", request=sequence.request, tokens=len(sequence.tokens), suspects=len(suspects))
             self._steps.sequence_failed(sequence)
 
-    async def _computes(self) -> bool:
-        """Whether a step of one token, in blocks of its own, succeeds. False if no block is free: nobody is blamed then."""
-        pool = self._scheduler.cache.pool
-        try:
-            tables = pool.allocate([1] * len(pool.groups))
-        except OutOfBlocks:
-            return False
-        row = StepRow([PROBE_TOKEN], 0, tables[0], 1, SamplingParams(), 1, more_blocks=tables[1:])
-        plan = StepPlan(0, [row])
+    async def _computes(self, culprits: list[Sequence]) -> bool:
+        """Return whether a step of one of those who failed succeeds without its tokens and wishes. True if none can be planned.
+
+        What it writes lies behind what was computed of that sequence, which ends if this succeeds.
+        """
+        held = [sequence for sequence in culprits if self._scheduler.holds(sequence)][-1:]
+        plan = self._scheduler.plan(self._clock(), held) if held else None
+        if plan is None:
+            return True
+        plan = structs.replace(plan, rows=[_probe(row) for row in plan.rows])
         self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
         try:
             await self._threads.start(self._runner, plan)
@@ -351,8 +344,26 @@ class StepLoop:
             return False
         finally:
             self._watch.ended(self._clock())
-            pool.release(tables)
+            self._scheduler.rewind()
         return True
+
+
+def _probe(row: StepRow) -> StepRow:
+    """Return a row of the same size, place and temperature, with none of what its request asked for."""
+    tokens = [PROBE_TOKEN] * len(row.tokens)
+    sampling = SamplingParams(temperature=row.sampling.temperature, seed=row.sampling.seed)
+    targets = [PROBE_TOKEN] * len(row.targets)
+    return StepRow(
+        tokens,
+        row.start,
+        row.blocks,
+        row.num_samples,
+        sampling,
+        row.prompt_tokens,
+        num_read=row.num_read,
+        targets=targets,
+        more_blocks=row.more_blocks,
+    )
 
 
 async def sent() -> None:

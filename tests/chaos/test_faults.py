@@ -64,6 +64,11 @@ async def start(site: Site, *, decode: dict[str, str], prefill: dict[str, str] |
     await site.stack.ready()
 
 
+def ended(site: Site) -> list[str]:
+    """Return the processes that run no more."""
+    return [name for name, process in site.stack.processes.items() if process.poll() is not None]
+
+
 async def supervise(site: Site, environment: dict[str, str], deaths: list[str]) -> None:
     """Start dead decode workers again, under their names."""
     role: Role = "decode"
@@ -152,7 +157,21 @@ async def test_a_step_that_raises_ends_the_request_that_it_raises_for(site: Site
         await crowd.turnover()
     assert [reply.error and reply.error["code"] for reply in replies] == ["internal_error"] * 4
     assert crowd.check() < 2
-    assert all(process.poll() is None for process in site.stack.processes.values())
+    assert ended(site) == []
+    await site.clean()
+
+
+@pytest.mark.parametrize("with_prefill", [False, True])
+async def test_bad_requests_in_a_row_end_no_idle_worker(site: Site, with_prefill: bool) -> None:
+    broken = chaos(f"raise={POISON}")
+    await start(site, decode=broken, prefill=broken if with_prefill else None)
+    for _ in range(4):
+        reply = await site.stack.complete(**POISONED)
+        assert reply.error is not None and reply.error["code"] == "internal_error"
+    async with site.crowd() as crowd:
+        await crowd.streaming()
+    assert crowd.check() < 5
+    assert ended(site) == []
     await site.clean()
 
 

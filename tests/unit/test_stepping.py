@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 from common.engine.plan import LaterStep, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence
 from common.protocol.messages import SamplingParams
-from common.worker.stepping import FRUITLESS, EngineThreads, StepLoop
+from common.worker.stepping import EngineThreads, StepLoop
 from common.worker.watchdog import StepWatch
 from services.decode.scheduler import DecodeScheduler
 from tests.unit.scheduling import Bench, sequence
@@ -164,28 +163,53 @@ async def test_a_step_in_which_every_request_is_to_blame_ends_them_and_not_the_e
     assert site.bench.all_given_back() and site.watch.age_s(time.monotonic()) == 0.0
 
 
-async def test_an_engine_that_fails_for_one_request_after_another_is_given_up() -> None:
+async def test_bad_requests_one_after_another_end_and_the_engine_goes_on() -> None:
     site = Site(contains(BAD))
-    for number in range(FRUITLESS - 1):
-        (only,) = [sequence(f"r{number}", [5, BAD])]
-        site.scheduler.admit(only)
-        task = asyncio.ensure_future(site.loop.run())
-        while only.request not in site.failed:
-            await anyio.sleep(0.002)
-        task.cancel()
-    site.scheduler.admit(sequence("last", [5, BAD]))
-    with pytest.raises(RunnerLost):
+    requests = [sequence(f"r{number}", [5, BAD]) for number in range(5)]
+    requests.append(sequence("good", [5, 6, 7], max_tokens=8))
+    async with anyio.create_task_group() as group:
+        group.start_soon(site.loop.run)
+        with anyio.fail_after(10):
+            for each in requests:
+                site.scheduler.admit(each)
+                site.loop.wake()
+                while each.request not in site.failed and each.finish is None:
+                    await anyio.sleep(0.002)
+        group.cancel_scope.cancel()
+    assert site.threads.close()
+    assert site.failed == [f"r{number}" for number in range(5)] and site.bench.all_given_back()
+
+
+@pytest.mark.parametrize("is_ill", [lambda row: len(row.tokens) > 3, lambda row: row.sampling.temperature > 0])
+async def test_an_engine_that_fails_for_whatever_is_as_large_or_sampled_is_given_up(
+    is_ill: Callable[[StepRow], bool],
+) -> None:
+    site = Site(lambda plan: any(map(is_ill, plan.rows)))
+    (only,) = site.admit([5, 6, 7, 8])
+    with pytest.raises(RunnerLost, match="whatever it computes"):
         await site.loop.run()
+    assert site.failed == [] and site.scheduler.holds(only)
 
 
-async def test_without_a_block_for_the_probe_nobody_is_to_blame() -> None:
+@pytest.mark.parametrize("wish", [{"logit_bias": {3: 5.0}}, {"top_k": 3}, {"repetition_penalty": 1.5}])
+async def test_an_engine_that_fails_for_what_only_one_request_asks_for_goes_on(wish: dict[str, Any]) -> None:
+    site = Site(lambda plan: any(getattr(row.sampling, name) == value for row in plan.rows for name, value in wish.items()))
+    only = sequence("0", [5, 6, 7], max_tokens=8, **wish)
+    site.scheduler.admit(only)
+    await site.run([only])
+    assert site.failed == ["0"] and site.bench.all_given_back()
+
+
+async def test_a_probe_needs_no_free_block() -> None:
     site = Site(contains(BAD))
     sequences = site.admit([5, BAD], [5, 6, BAD])
+    plan = site.scheduler.plan(0.0)  # so that they have their blocks
+    site.scheduler.rewind()
     taken = site.bench.pool.allocate([site.bench.pool.available])
-    with pytest.raises(RunnerLost):
-        await site.loop.run()
-    assert site.failed == [] and len(sequences) == 2
+    await site.run(sequences)
+    assert plan is not None and sorted(site.failed) == ["0", "1"]
     site.bench.pool.release(taken)
+    assert site.bench.all_given_back()
 
 
 async def test_threads_are_waited_for_unless_they_hang() -> None:
