@@ -12,15 +12,13 @@ import torch
 
 from common.engine.cpu import head as head_module
 from common.engine.cpu.head import Head
-from common.engine.cpu.head_choice import NO_CHOICE, choose
 from common.engine.outcomes import accept
-from common.engine.plan import RowSamples, StepPlan, StepRow
+from common.engine.plan import Drafted, RowSamples, StepPlan, StepRow
 from common.models.head_folder import open_head, own_head
 from common.models.head_model import head_model
 from common.models.head_weights import HeadTensors, lm_head_rows, load_head
 from common.models.source import ModelFiles, resolve
 from common.ops.cpu_int8.head_reference import HeadWeightsReference, head_reference
-from common.ops.sampling.sample import Draw, sample_tokens
 from common.protocol.messages import SamplingParams
 from tests.fixtures.head import edit_tensors, write_head
 from tests.fixtures.tiny_model import write_tiny_model
@@ -176,6 +174,68 @@ def test_drafts_are_those_of_the_reference(
     assert all(0 < chance <= 1 for chance in samples.drafted.chances)
 
 
+def test_the_embedding_may_be_bfloat16(tiny: ModelFiles, tmp_path: Path) -> None:
+    site = Site(tiny, tmp_path / "head", dtype="bfloat16")
+    prompt = oracle_prompt(length=37)
+    samples, states = site.read(prompt, 7, list(range(10)))
+    assert site.tensors.embedding.dtype == torch.bfloat16
+    assert samples.drafted.tokens == reference_drafts(site.tensors, states, [*prompt[1:], samples.tokens[0]], 4)
+
+
+def company(*, threads: int, tensors: HeadTensors) -> list[Drafted | None]:
+    """What is drafted for rows of every kind at once."""
+    head = Head(tensors, max_sequences=16, threads=threads)
+    generator = torch.Generator().manual_seed(2)
+    rows, results = list[StepRow](), list[RowSamples]()
+    for number, drafts in enumerate((4, 0, 1, 7, 3, 5)):
+        prompt = oracle_prompt(seed=number, length=5 + number)
+        sampling = SEEDED if number % 2 else GREEDY
+        row = StepRow(prompt, 0, [0], int(number != 4), sampling, len(prompt), serial=number, drafts=drafts)
+        row.least_chance = 0.02 if number == 3 else 0.0
+        rows.append(row)
+        results.append(RowSamples([7]))
+    counts = [len(row.tokens) for row in rows]
+    states = torch.randn(sum(counts), tensors.spec.hidden_size * len(tensors.spec.layers), generator=generator)
+    firsts = [sum(counts[:index]) for index in range(len(counts))]
+    passes = head.draft(rows, results, states.numpy(), firsts)
+    most = max(len(result.drafted.tokens) for result in results if result.drafted is not None)
+    num_pairs = sum(counts) - counts[1] - 1  # none wanted for number 1; of number 4, the token behind the last is not known
+    assert passes[0].num_tokens == num_pairs and len(passes) == most
+    assert all(one.seconds > 0 for one in passes)
+    return [result.drafted for result in results]
+
+
+@pytest.mark.parametrize("least", [0.3, 1.1], ids=["some read all ids", "all read all ids"])
+def test_rows_of_every_kind_are_drafted_for_together_by_any_number_of_threads(
+    tiny: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float
+) -> None:
+    monkeypatch.setattr(head_module, "FIRST_IDS", 32)
+    monkeypatch.setattr(head_module, "_STANDS_OUT", least)
+    tensors = Site(tiny, tmp_path / "head", layers=2).tensors
+    expected = company(threads=1, tensors=tensors)
+    assert [None if drafted is None else len(drafted.tokens) for drafted in expected][:3] == [4, None, 1]
+    assert company(threads=2, tensors=tensors) == company(threads=5, tensors=tensors) == expected
+
+
+def test_a_thread_that_comes_late_finds_nothing_to_do(
+    tiny: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = Site(tiny, tmp_path / "head").tensors
+    expected = company(threads=2, tensors=tensors)
+    late: list[Any] = []
+
+    def alone(threads: int, work: Any, *arguments: Any) -> None:
+        work(*arguments)
+        drafted = arguments[-1]
+        kept = [array.copy() for array in drafted]
+        work(*arguments)
+        late.append(all(np.array_equal(before, after) for before, after in zip(kept, drafted, strict=True)))
+
+    monkeypatch.setattr(head_module, "together", alone)
+    assert company(threads=2, tensors=tensors) == expected
+    assert late == [True]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 def test_a_head_of_all_tokens_may_list_them_in_any_order(tiny: ModelFiles, tmp_path: Path, dtype: str) -> None:
     drafts: list[list[int]] = []
@@ -273,29 +333,3 @@ def test_it_stops_where_it_is_not_sure_and_for_whom_nothing_is_asked(tiny: Model
     first = site.step(StepRow([unsure.tokens[0]], 9, blocks, 1, GREEDY, 9, serial=2, drafts=4))[0]
     second = site.step(StepRow([unsure.tokens[0]], 9, blocks, 1, GREEDY, 9, serial=1, drafts=4))[0]
     assert first.drafted.tokens == second.drafted.tokens, "what was noted is computed when it is wanted"
-
-
-def test_logits_that_are_not_finite_are_no_proposal() -> None:
-    ids = np.arange(8, dtype=np.int64)
-    for value in (np.nan, np.inf):
-        logits = np.zeros(8, np.float32)
-        logits[3] = value
-        for params in (GREEDY, SEEDED):
-            assert choose(logits, ids, params, 5) == (NO_CHOICE, 0.0)
-
-
-def test_noise_is_the_targets(tiny: ModelFiles, tmp_path: Path) -> None:
-    """A head that is as good as its target draws what its target draws, at every temperature."""
-    logits = torch.randn(256, generator=torch.Generator().manual_seed(3)) * 3
-    ids = np.arange(256, dtype=np.int64)
-    for seed in range(50):
-        for params in (
-            SamplingParams(temperature=0.0),
-            SamplingParams(temperature=0.7, seed=seed, top_p=0.9),
-            SamplingParams(temperature=1.0, seed=seed, top_k=20),
-            SamplingParams(temperature=1.0, seed=seed, min_p=0.05),
-        ):
-            draw = Draw(params.temperature, params.top_k, params.top_p, params.min_p, params.seed, 40 + seed)
-            (expected,) = sample_tokens(logits[None], [draw])
-            token, chance = choose(logits.numpy(), ids, params, 40 + seed)
-            assert token == expected and 0 < chance <= 1

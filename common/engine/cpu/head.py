@@ -4,7 +4,8 @@
                                                       ┌───────────────────────────────────────────┘
                                                       └► a pass for each further token: its feature is what the last pass left
 
-What it drafts is compared with what the target samples, so nothing here has to be exact.
+All passes are one compiled call (`ops.cpu_int8.drafting_numba`). What it drafts is compared with what the target samples, so
+nothing here has to be exact.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.cpu.head_choice import NO_CHOICE, choose
+from common.engine import plan
+from common.engine.cpu.head_arrays import MAX_DRAFTS, nothing_drafted, rows_of
 from common.engine.cpu.head_context import KEPT_STATES, HeadContext, HeadContexts
 from common.engine.outcomes import accept
-from common.engine.plan import NO_TOKEN, Drafted, DraftPass, RowSamples, StepRow
+from common.engine.plan import NO_TOKEN, DraftPass, RowSamples, StepRow
 from common.models.head_weights import HeadTensors, lm_head_rows
 from common.models.rope import inverse_frequencies
 from common.ops.cpu_int8.attention_numba import Step
+from common.ops.cpu_int8.choice_numba import Scratch
+from common.ops.cpu_int8.drafting_numba import CLOCK, Drafted, Later, counters_for_drafting, drafting
 from common.ops.cpu_int8.forward_numba import Room
-from common.ops.cpu_int8.head_numba import HeadWeights, counters_for_pass, head_pass, rest_of_logits
+from common.ops.cpu_int8.head_numba import HeadWeights
 from common.ops.cpu_int8.team_cpu import together
-from common.ops.cpu_int8.team_numba import new_counters
 from common.ops.cpu_int8.weights import LANES, PAIRS, Int8Weight, linears_of, pack_int8
 from common.ops.drafting.head_layer_tensors import HeadLayerTensors
 
@@ -40,13 +43,12 @@ likeliest tokens first. In others ids ascend, and BPE gives frequent tokens low 
 _STANDS_OUT = 0.3
 """Least probability among the first ids with which a token is proposed without computing the logits of the others."""
 _BLOCK_TOKENS = 16
-_MAX_DRAFTS = 63
 
 
 @dataclass(slots=True)
 class _Job:
-    """A row with pairs to compute: `states` of the target, and `nexts`, the tokens behind them. place: of the next pair in the
-    cache; position: in the text. chance: that all that is drafted so far holds."""
+    """A row with pairs to compute: `states` of the target, and `nexts`, the tokens behind them. place: of the first pair in the
+    cache; position: in the text."""
 
     row: StepRow
     context: HeadContext
@@ -54,8 +56,7 @@ class _Job:
     nexts: list[int]
     place: int
     position: int
-    chance: float = 1.0
-    drafted: Drafted = field(default_factory=lambda: Drafted([], []))
+    drafted: plan.Drafted = field(default_factory=lambda: plan.Drafted([], []))
 
 
 class Head:
@@ -87,11 +88,14 @@ class Head:
             middle=spec.intermediate_size,
             norm_before_residual=spec.norm_before_residual,
             is_mtp=spec.kind == "mtp",
+            num_first=self._num_first,
         )
-        self._embedding = tensors.embedding
-        self._table = tensors.embedding.numpy() if tensors.embedding.dtype == torch.float32 else None
+        is_wide = tensors.embedding.dtype == torch.float32
+        assert is_wide or tensors.embedding.dtype == torch.bfloat16, "a CPU's engine knows no other"
+        self._table = tensors.embedding.numpy() if is_wide else np.empty((0, 0), np.float32)
+        self._narrow = np.empty((0, 0), np.int16) if is_wide else tensors.embedding.view(torch.int16).numpy()
         self._ids = tensors.ids.numpy()
-        self._pass = head_pass(spec.head_dim, spec.num_heads // spec.num_kv_heads)
+        self._draft = drafting(spec.head_dim, spec.num_heads // spec.num_kv_heads)
         blocks_each = -(-context_tokens // _BLOCK_TOKENS)
         self._contexts = HeadContexts(count=max_sequences, blocks_each=blocks_each, block_tokens=_BLOCK_TOKENS)
         shape = (max_sequences * blocks_each, spec.num_layers, 2, _BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
@@ -101,8 +105,8 @@ class Head:
         self._turns = frequencies.double().numpy()
         self._room = self._new_room(1)
         self._logits, self._rest = self._new_logits(1)
-        self._no_states = np.empty((max_sequences + 1, 0), np.float32)
-        self._compute_rest(0)  # compiles the kernel before the first request
+        self._scratch = self._new_scratch(1)
+        self._no_states = np.empty((1, 0), np.float32)
 
     @property
     def state_size(self) -> int:
@@ -116,26 +120,24 @@ class Head:
 
         states: float32 [tokens, state_size], good until the next step. firsts: the index of each row's first token there.
         """
-        begun = time.perf_counter()
+        begun_ns = time.clock_gettime_ns(CLOCK)
         jobs = self._noted(rows, results, states, firsts)
         if not jobs:
             return []
-        counts = np.array([len(job.nexts) for job in jobs])
-        drafts = np.array([job.row.num_samples > 0 for job in jobs])
-        wanted, num_tokens = (counts.cumsum() - 1)[drafts], int(counts.sum())
-        self._compute(jobs, counts, np.concatenate([job.states for job in jobs]), wanted)
-        active = [job for job in jobs if job.row.num_samples]
+        asking = [index for index, job in enumerate(jobs) if job.row.num_samples]
+        drafted = nothing_drafted(len(asking), max((jobs[index].row.drafts for index in asking), default=1))
+        self._compute(jobs, asking, drafted)
+        tokens, chances = drafted.tokens.tolist(), drafted.chances.tolist()
+        for index, count, mine, sure in zip(asking, drafted.counts.tolist(), tokens, chances, strict=True):
+            jobs[index].drafted.tokens, jobs[index].drafted.chances = mine[:count], sure[:count]
+        num_tokens = [sum(len(job.nexts) for job in jobs), *drafted.num_rows[1:].tolist()]
         passes: list[DraftPass] = []
-        while True:
-            kept = self._choose(active)
-            now = time.perf_counter()
-            passes.append(DraftPass(num_tokens, now - begun))
-            if not kept:
+        for count, (seconds, nanoseconds) in zip(num_tokens, drafted.ends.tolist(), strict=False):
+            if not count:
                 break
-            begun, num_tokens = now, len(kept)
-            active = [active[index] for index in kept]
-            self._room.residual[:num_tokens] = self._room.residual[kept]
-            self._compute(active, np.ones(num_tokens, np.int64), self._no_states[:num_tokens], np.arange(num_tokens))
+            ended_ns = 1_000_000_000 * seconds + nanoseconds
+            passes.append(DraftPass(count, (ended_ns - begun_ns) / 1e9))
+            begun_ns = ended_ns
         return passes
 
     def _noted(
@@ -161,60 +163,27 @@ class Head:
             if row.drafts <= 0 or is_far:
                 context.keep_latest(KEPT_STATES)
             elif context.nexts:
-                jobs.append(_Job(row, context, *context.take(min(row.drafts, _MAX_DRAFTS))))
+                jobs.append(_Job(row, context, *context.take(min(row.drafts, MAX_DRAFTS))))
                 if row.num_samples:
                     result.drafted = jobs[-1].drafted
         return jobs
 
-    def _choose(self, jobs: Sequence[_Job]) -> list[int]:
-        """Append a token to what is drafted for each of `jobs`; return the indices of those that want one more."""
-        kept: list[int] = []
-        for index, (job, (token, chance)) in enumerate(zip(jobs, self._choices(jobs), strict=True)):
-            if token == NO_CHOICE:
-                continue
-            job.drafted.tokens.append(token)
-            job.drafted.chances.append(chance)
-            job.nexts = [token]
-            job.chance *= chance
-            if len(job.drafted.tokens) < job.row.drafts and job.chance >= job.row.least_chance:
-                kept.append(index)
-        return kept
-
-    def _choices(self, jobs: Sequence[_Job]) -> list[tuple[int, float]]:
-        """Return a token, and its chance, for each of `jobs`, whose pass has just been computed. If any choice among the first
-        ids is uncertain, the other rows of lm_head are read, too, and every choice is made among all ids."""
-
-        def chosen(logits: NDArray[np.float32]) -> list[tuple[int, float]]:
-            ids = self._ids[: logits.shape[1]]
-            return [choose(row, ids, job.row.sampling, job.position + 1) for row, job in zip(logits, jobs, strict=True)]
-
-        first = self._logits[: len(jobs), : self._num_first]
-        found = chosen(first)
-        num_rest = len(self._ids) - self._num_first
-        if not num_rest or all(chance >= _STANDS_OUT for _, chance in found):
-            return found
-        self._compute_rest(len(jobs))
-        return chosen(np.concatenate((first, self._rest[: len(jobs), :num_rest]), 1))
-
-    def _compute_rest(self, count: int) -> None:
-        step = (new_counters(1), self.threads, self._weights, count, self._room, self._rest)
-        together(self.threads, rest_of_logits, *step)
-
-    def _compute(
-        self, jobs: Sequence[_Job], counts: NDArray[np.int64], states: NDArray[np.float32], wanted: NDArray[np.int64]
-    ) -> None:
-        """Compute the next `counts` pairs of each of `jobs`, whose tokens are their `nexts`."""
-        num_pairs, tokens = int(counts.sum()), [token for job in jobs for token in job.nexts]
+    def _compute(self, jobs: Sequence[_Job], asking: list[int], drafted: Drafted) -> None:
+        """Compute the next pairs of each of `jobs`, whose tokens are their `nexts`, and draft for those that are `asking`."""
+        counts = np.array([len(job.nexts) for job in jobs])
+        tokens = [token for job in jobs for token in job.nexts]
+        num_pairs = len(tokens)
         if num_pairs > len(self._room.residual):
-            self._room = self._new_room(num_pairs, self._room.residual)
-        if len(wanted) > len(self._logits):
-            self._logits, self._rest = self._new_logits(len(wanted))
+            self._room = self._new_room(num_pairs)
+        if len(asking) > len(self._logits):
+            self._logits, self._rest = self._new_logits(len(asking))
+            self._scratch = self._new_scratch(len(asking))
         within = np.arange(num_pairs) - np.repeat(counts.cumsum() - counts, counts)
-        places = np.repeat(np.array([job.place for job in jobs]), counts) + within
-        angles = (np.repeat(np.array([job.position for job in jobs]), counts) + within)[:, None] * self._turns
+        places, positions = np.array([job.place for job in jobs]), np.array([job.position for job in jobs])
+        angles = (np.repeat(positions, counts) + within)[:, None] * self._turns
         held = np.array([len(job.context.blocks) for job in jobs])
         where = Step(
-            positions=places,
+            positions=np.repeat(places, counts) + within,
             rows=np.repeat(np.arange(len(jobs)), counts),
             blocks=np.concatenate([job.context.blocks for job in jobs]),
             block_starts=held.cumsum() - held,
@@ -222,24 +191,50 @@ class Head:
             rope=(np.concatenate((np.cos(angles), np.sin(angles)), 1) * self._rope_scale).astype(np.float32),
             rotated=self._rotated,
         )
+        ask = np.array(asking, np.int64)
         step: tuple[Any, ...] = (
-            counters_for_pass(self.spec.num_layers),
+            counters_for_drafting(self.spec.num_layers, len(drafted.ends)),
             self.threads,
             self._weights,
             where,
-            states,
+            np.concatenate([job.states for job in jobs]),
             self._embedded(tokens),
+            num_pairs,
             np.arange(num_pairs),
-            wanted,
+            (counts.cumsum() - 1)[ask],
+            self._room,
+            self._logits,
+            self._rest,
+            self._ids,
+            _STANDS_OUT,
+            self._no_states,
+            rows_of([jobs[index].row for index in asking], ask, (places + counts)[ask], (positions + counts)[ask]),
+            self._later(len(asking)),
+            self._scratch,
+            drafted,
         )
-        together(self.threads, self._pass, *step, self._room, self._logits)
-        for job, count in zip(jobs, counts.tolist(), strict=True):
-            job.place, job.position = job.place + count, job.position + count
+        together(self.threads, self._draft, *step)
+
+    def _later(self, rows: int) -> Later:
+        return Later(
+            positions=np.empty(rows, np.int64),
+            tables=np.empty(rows, np.int64),
+            rope=np.empty((rows, self.spec.head_dim), np.float32),
+            embedded=np.empty((rows, self.spec.hidden_size), np.float32),
+            turns=self._turns,
+            rope_scale=self._rope_scale,
+            table=self._table,
+            narrow=self._narrow,
+        )
 
     def _embedded(self, tokens: list[int]) -> NDArray[np.float32]:
-        if self._table is not None:
+        if len(self._table):
             return self._table[tokens]
-        return self._embedding[torch.tensor(tokens)].float().numpy()
+        return (self._narrow[tokens].astype(np.int32) << 16).view(np.float32)
+
+    def _new_scratch(self, rows: int) -> Scratch:
+        shape = (rows, self.spec.draft_vocab_size)
+        return Scratch(np.empty(shape, np.float32), np.empty(shape, np.int32), np.empty(shape, np.float32))
 
     def _new_logits(self, rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Memory for the logits of so many rows: of the first ids, and of the rest."""
@@ -247,22 +242,19 @@ class Head:
         first, rest = (np.empty((rows, _padded(size, LANES)), np.float32) for size in sizes)
         return first, rest
 
-    def _new_room(self, rows: int, features: NDArray[np.float32] | None = None) -> Room:
-        """Memory for passes of so many pairs. features: kept."""
+    def _new_room(self, rows: int) -> Room:
+        """Memory for passes of so many pairs."""
         spec = self.spec
         attended = spec.num_heads * spec.head_dim
         widest = max(attended + 2 * spec.num_kv_heads * spec.head_dim, 2 * spec.intermediate_size)
         inputs = (spec.fc_inputs, spec.qkv_inputs, attended, spec.intermediate_size)
-        room = Room(
+        return Room(
             residual=np.empty((rows, spec.hidden_size), np.float32),
             narrow=np.empty((rows, _padded(max(spec.hidden_size, attended), LANES)), np.float32),
             wide=np.empty((rows, _padded(widest, LANES)), np.float32),
             data=np.empty(rows * max(_padded(size, 2 * PAIRS) // 2 for size in inputs), np.int32),
             row_scale=np.empty(rows, np.float32),
         )
-        if features is not None:
-            room.residual[: len(features)] = features
-        return room
 
 
 class _Evened(NamedTuple):

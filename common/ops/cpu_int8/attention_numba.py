@@ -56,7 +56,7 @@ def _rotate(head, norm, eps, angles):
 
 
 @compiled(fastmath=REASSOCIATING)
-def _softmax(scores, bits, weights):
+def softmax(scores, bits, weights):
     """scores: float32 [keys], in base 2. weights: 2^(score - highest). Returns their sum."""
     highest = scores[0]
     for i in range(len(scores)):
@@ -158,7 +158,7 @@ def attention(size: int, group: int) -> Any:
                 products = address(scores, head * keys + begin)
                 dot_products(size, together, address(qkv, query + head * size), vectors, entry, factor, products, keys, count)
         for head in range(heads):
-            totals[head] = _softmax(scores[head], bits, weights[head])
+            totals[head] = softmax(scores[head], bits, weights[head])
         sums = out[index, first_head * group * size :]
         sums[: heads * size] = 0
         starts += block_tokens * entry  # V's are behind K's

@@ -197,9 +197,11 @@ def has_feature(name: str) -> bool:
     return bool(dict(binding.get_host_cpu_features()).get(name, False))
 
 
-def compiled(*, fastmath: frozenset[str] = frozenset(), kept: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def compiled(
+    *, fastmath: frozenset[str] = frozenset(), kept: bool = False, inlined: bool = False
+) -> Callable[[Callable[..., Any]], Any]:
     """Compiled at the first call. kept: on disk, with all that it calls; where no folder can be written to, every start
-    compiles, and gets the same code.
+    compiles, and gets the same code. inlined: only as a part of what calls it.
 
     Divisions follow IEEE 754. Numba's other error model raises ZeroDivisionError where a divisor is 0 or NaN, and a thread that
     leaves its part of a step unfinished makes all others wait for ever (`team_numba`).
@@ -208,6 +210,8 @@ def compiled(*, fastmath: frozenset[str] = frozenset(), kept: bool = False) -> C
     def decorate(kernel: Callable[..., Any]) -> Any:
         flags = set(fastmath) or False
         options: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy", "fastmath": flags}
+        if inlined:
+            options["inline"] = "always"
         if kept:
             options["pipeline_class"] = _ClosedCompiler
         dispatcher = numba.njit(**options)(kernel)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from common.ops.cpu_int8.attention_numba import attention, write_kv
 from common.ops.cpu_int8.compiled_numba import compiled
+from common.ops.cpu_int8.copy_numba import copy
 from common.ops.cpu_int8.products_numba import add_and_normalise, gate, multiply, normalise, quantise
 from common.ops.cpu_int8.team_numba import new_counters, shared
 from common.ops.cpu_int8.weights import Linears
@@ -61,7 +62,7 @@ def counters_for(layers: int) -> NDArray[np.int64]:
 
 @compiled()
 def _embed(row, tokens, embedding, residual):
-    residual[row] = embedding[tokens[row]]
+    copy(embedding[tokens[row]], residual[row])
 
 
 @compiled()
@@ -69,7 +70,7 @@ def keep_rows(_, wanted, residual):
     """Rows `wanted`, ascending, to the front."""
     for index in range(len(wanted)):
         if wanted[index] != index:
-            residual[index] = residual[wanted[index]]
+            copy(residual[wanted[index]], residual[index])
 
 
 @compiled()

@@ -207,7 +207,8 @@ def quantise_row(x, row, rows, data, row_scale):
     if _is_finite(x):
         row_scale[row] = _to_integers(x, integers)
     else:
-        integers[:] = 0
+        for i in range(2 * pairs):
+            integers[i] = 0
         row_scale[row] = np.float32(np.nan)
     first, count = products_group(row, rows)
     place = first * pairs + row - first

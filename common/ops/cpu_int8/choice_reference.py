@@ -1,7 +1,4 @@
-"""The token that a head proposes: the likeliest, or with temperature the one that the target's own noise favours.
-
-A proposal may be wrong, so this looks at the likeliest tokens alone, and does not ask for the last bit.
-"""
+"""What `choice_numba` computes, in NumPy."""
 
 from __future__ import annotations
 
@@ -17,7 +14,9 @@ TOP_TOKENS = 64
 NO_CHOICE = -1
 
 
-def choose(logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int) -> tuple[int, float]:
+def choice_reference(
+    logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int
+) -> tuple[int, float]:
     """logits: float32 [draft_vocab], finite or not. ids: int64 [draft_vocab], the target's. position: of the token to draw.
 
     Return the target's id, and how likely it is among what could be drawn; `NO_CHOICE` where a logit is not finite.
