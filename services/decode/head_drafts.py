@@ -12,7 +12,7 @@ whether that has changed (`num_probes`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -189,8 +189,10 @@ class HeadDrafts:
         if place < min(text.wanted_then, len(came)):
             self._by_place.record(min(place, _PLACES - 1), False, text.by_place)
 
-    def ran(self, passes: Iterable[DraftPass]) -> None:
-        """The head has computed this in a step."""
+    def ran(self, passes: Sized[DraftPass]) -> None:
+        """The head has computed this in a step, perhaps nothing."""
+        if not passes:
+            self._first_costs.skip()
         costs = self._first_costs
         for one in passes:
             costs.observe(one.num_tokens, one.seconds)
@@ -208,10 +210,8 @@ class HeadDrafts:
 
     def _best(self, num_rows: int, ladders: Mapping[str, Sized[float]]) -> Pick:
         """Return what drafting gives at the depth that is best, and note when to stop before that."""
-        first_s, later_s = (
-            self._first_costs.seconds_if_known(2 * len(ladders)),
-            self._later_costs.seconds_if_known(len(ladders)),
-        )
+        first_s = self._first_costs.seconds_if_known(2 * len(ladders))
+        later_s = min(first_s, self._later_costs.seconds_if_known(len(ladders)))  # it has fewer pairs, and may be long ago
         depths = range(1, self.policy.max_tokens + 1)
         picks = [
             self.policy.pace_with(num_rows, [ladder[:depth] for ladder in ladders.values()], first_s + (depth - 1) * later_s)

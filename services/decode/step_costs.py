@@ -28,17 +28,28 @@ _DRIFT = 0.02
 """What all sizes take, by how much one took longer than expected: contexts grow, and clocks fall."""
 
 
-class StepCosts:
-    """`stale_after`: steps after which a size that did not occur counts as unknown, and is measured again when it does."""
+_MOST_PATIENCE = 8
+"""Times as long as at first that a size which did not occur stays known."""
 
-    def __init__(self, *, stale_after: int = 512) -> None:
+
+class StepCosts:
+    """`stale_after`: steps after which a size that did not occur counts as unknown, and is measured again when it does: on a
+    busy machine larger steps may have been slow that are not any more. If it takes as long as before, it stays known for twice
+    as long the next time."""
+
+    def __init__(self, *, stale_after: int = 128) -> None:
         self.stale_after = stale_after
         self._seconds = [0.0] * len(SIZES)
         self._last: list[deque[float]] = [deque(maxlen=_LAST) for _ in SIZES]
         self._counts = [0] * len(SIZES)
         self._settled = [False] * len(SIZES)
         self._seen = [0] * len(SIZES)
+        self._patience = [stale_after] * len(SIZES)
         self._steps = 0
+
+    def skip(self) -> None:
+        """A step passes in which nothing was measured."""
+        self._steps += 1
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long; larger ones than the largest size are passed over."""
@@ -47,9 +58,8 @@ class StepCosts:
         if index == len(SIZES) or seconds <= 0:
             return
         last = self._last[index]
-        if self._steps - self._seen[index] > self.stale_after:
-            self._counts[index], self._settled[index] = 0, False
-            last.clear()
+        if self._steps - self._seen[index] > self._patience[index]:
+            self._see_again(index, seconds)
         count = self._counts[index] = self._counts[index] + 1
         self._seen[index] = self._steps
         last.append(seconds)
@@ -66,6 +76,16 @@ class StepCosts:
         drift = 1 + _DRIFT * (seconds / expected - 1)
         self._seconds = [known * drift for known in self._seconds]
         self._seconds[index] = expected + max(_WEIGHT, 1 / count) * (seconds - expected)
+
+    def _see_again(self, index: int, seconds: float) -> None:
+        """A size occurs that did not for so long that it had become unknown."""
+        known_s = self._seconds[index]
+        if self._settled[index] and known_s / _OFF <= seconds <= known_s * _OFF:
+            self._patience[index] = min(2 * self._patience[index], _MOST_PATIENCE * self.stale_after)
+            return
+        self._patience[index] = self.stale_after
+        self._counts[index], self._settled[index] = 0, False
+        self._last[index].clear()
 
     @property
     def is_empty(self) -> bool:
@@ -93,5 +113,7 @@ class StepCosts:
         return 0.0 if self.is_empty else float(self.seconds(np.array([num_tokens]))[0])
 
     def _known(self) -> list[bool]:
-        oldest = self._steps - self.stale_after
-        return [settled and seen >= oldest for settled, seen in zip(self._settled, self._seen, strict=True)]
+        return [
+            settled and self._steps - seen <= patience
+            for settled, seen, patience in zip(self._settled, self._seen, self._patience, strict=True)
+        ]

@@ -67,3 +67,36 @@ def test_steps_that_differ_much_are_known_after_some() -> None:
         assert not costs.is_known(1)
         costs.observe(1, STEP_S * (1 + 2 * (index % 2)))
     assert costs.is_known(1)
+
+
+@pytest.mark.parametrize("later_s", [STEP_S, 2 * STEP_S], ids=["as before", "otherwise"])
+def test_a_size_that_did_not_occur_for_long_is_measured_again(later_s: float) -> None:
+    """Where it takes as long as before, one measurement is enough, and it stays known for longer."""
+    costs = StepCosts(stale_after=10)
+
+    def steps_until_unknown() -> int:
+        for step in range(100):
+            if not costs.is_known(4):
+                return step
+            costs.observe(1, STEP_S)
+        return 100
+
+    for _ in range(20):
+        costs.observe(4, STEP_S)
+    assert steps_until_unknown() == 11
+    costs.observe(4, later_s)
+    assert costs.is_known(4) == (later_s == STEP_S)
+    costs.observe(4, later_s)
+    costs.observe(4, later_s)
+    assert steps_until_unknown() == (21 if later_s == STEP_S else 11)
+    assert seconds_of(costs, 1) == pytest.approx(STEP_S, rel=0.05)
+
+
+def test_steps_in_which_nothing_was_measured_count() -> None:
+    costs = StepCosts(stale_after=10)
+    for _ in range(5):
+        costs.observe(1, STEP_S)
+    for _ in range(11):
+        assert costs.is_known(1)
+        costs.skip()
+    assert not costs.is_known(1)
