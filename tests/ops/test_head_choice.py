@@ -39,6 +39,10 @@ def chosen(
     return _choose(logits[:num_first], logits[num_first:], ids, draws_of([wish]), position, *scratch)
 
 
+def draw_of(wish: SamplingParams, position: int) -> Draw:
+    return Draw(wish.temperature, wish.top_k, wish.top_p, wish.min_p, wish.seed, position)
+
+
 def drawn_logits(size: int, seed: int, spread: float) -> NDArray[np.float32]:
     return np.random.default_rng(seed).normal(0, spread, size).astype(np.float32)
 
@@ -50,7 +54,7 @@ def test_choices_are_those_of_the_reference(size: int, num_first: int, wish: Sam
     for seed in range(20):
         logits = drawn_logits(size, seed, 3.0 if seed % 2 else 0.3)
         token, chance = chosen(logits, ids, wish, 100 + seed, num_first)
-        expected, its_chance = choice_reference(logits, ids, wish, 100 + seed)
+        expected, its_chance = choice_reference(logits, ids, draw_of(wish, 100 + seed))
         assert token == expected
         assert chance == pytest.approx(its_chance, rel=1e-4)
 
@@ -60,8 +64,7 @@ def test_noise_is_the_targets() -> None:
     logits, ids = drawn_logits(256, 3, 3.0), np.arange(256, dtype=np.int64)
     for position in range(50):
         for wish in (GREEDY, *WISHES[3:6]):
-            draw = Draw(wish.temperature, wish.top_k, wish.top_p, wish.min_p, wish.seed, position)
-            (expected,) = sample_tokens(torch.from_numpy(logits)[None], [draw])
+            (expected,) = sample_tokens(torch.from_numpy(logits)[None], [draw_of(wish, position)])
             token, chance = chosen(logits, ids, wish, position, 128)
             assert token == expected and 0 < chance <= 1
 
@@ -73,7 +76,7 @@ def test_logits_that_are_not_finite_are_no_proposal(wish: SamplingParams, value:
     ids = np.arange(8, dtype=np.int64)
     logits = np.zeros(8, np.float32)
     logits[at] = value
-    assert chosen(logits, ids, wish, 5, 4) == choice_reference(logits, ids, wish, 5) == (NO_CHOICE, 0.0)
+    assert chosen(logits, ids, wish, 5, 4) == choice_reference(logits, ids, draw_of(wish, 5)) == (NO_CHOICE, 0.0)
 
 
 @pytest.mark.parametrize("wish", WISHES, ids=str)

@@ -19,6 +19,7 @@ MAX_DRAFTS = 63
 
 
 def draws_of(wishes: Sequence[SamplingParams]) -> Draws:
+    """Return how the tokens of rows with these wishes are drawn."""
     keys = [(wish.seed & MASK32, wish.seed >> 32 & MASK32) for wish in wishes]
     return Draws(
         temperatures=np.array([0 if wish.temperature < GREEDY_BELOW else wish.temperature for wish in wishes], np.float32),

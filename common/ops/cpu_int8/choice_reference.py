@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.ops.sampling.gumbel import GREEDY_BELOW, gumbel_noise
-from common.protocol.messages import SamplingParams
+from common.ops.sampling.sample import Draw
 
 TOP_TOKENS = 64
 """Tokens that noise is drawn for."""
@@ -14,34 +14,32 @@ TOP_TOKENS = 64
 NO_CHOICE = -1
 
 
-def choice_reference(
-    logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int
-) -> tuple[int, float]:
-    """logits: float32 [draft_vocab], finite or not. ids: int64 [draft_vocab], the target's. position: of the token to draw.
+def choice_reference(logits: NDArray[np.float32], ids: NDArray[np.int64], draw: Draw) -> tuple[int, float]:
+    """logits: float32 [draft_vocab], finite or not. ids: int64 [draft_vocab], the target's.
 
     Return the target's id, and how likely it is among what could be drawn; `NO_CHOICE` where a logit is not finite.
     """
     if not np.isfinite(logits).all():
         return NO_CHOICE, 0.0
-    if params.temperature < GREEDY_BELOW:
+    if draw.temperature < GREEDY_BELOW:
         best = int(logits.argmax())
         return int(ids[best]), 1.0 / float(np.exp(logits - logits[best]).sum())
-    return _drawn(logits, ids, params, position)
+    return _drawn(logits, ids, draw)
 
 
-def _drawn(logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int) -> tuple[int, float]:
+def _drawn(logits: NDArray[np.float32], ids: NDArray[np.int64], draw: Draw) -> tuple[int, float]:
     count = min(TOP_TOKENS, len(logits))
-    if params.top_k > 0:
-        count = min(count, params.top_k)
+    if draw.top_k > 0:
+        count = min(count, draw.top_k)
     top = np.argpartition(logits, len(logits) - count)[len(logits) - count :]
-    scores = logits[top] / np.float32(params.temperature)
-    if params.top_p < 1 or params.min_p > 0:
+    scores = logits[top] / np.float32(draw.temperature)
+    if draw.top_p < 1 or draw.min_p > 0:
         order = np.argsort(-scores)
         top, scores = top[order], scores[order]
         shares = np.exp(scores - scores[0])
-        kept = np.searchsorted(shares.cumsum(), params.top_p * shares.sum()) + 1
-        kept = max(1, min(int(kept), int((shares >= params.min_p).sum())))
+        kept = np.searchsorted(shares.cumsum(), draw.top_p * shares.sum()) + 1
+        kept = max(1, min(int(kept), int((shares >= draw.min_p).sum())))
         top, scores = top[:kept], scores[:kept]
-    noisy = scores + gumbel_noise(params.seed, position, ids[top])
+    noisy = scores + gumbel_noise(draw.seed, draw.position, ids[top])
     best = int(noisy.argmax())
     return int(ids[top[best]]), 1.0 / float(np.exp(noisy - noisy[best]).sum())
