@@ -28,7 +28,7 @@ from common.models.head_weights import HeadTensors, lm_head_rows
 from common.models.rope import inverse_frequencies
 from common.ops.cpu_int8.attention_numba import Step
 from common.ops.cpu_int8.choice_numba import Scratch
-from common.ops.cpu_int8.drafting_numba import CLOCK, Drafted, Later, counters_for_drafting, drafting
+from common.ops.cpu_int8.drafting_numba import CLOCK, Drafted, Later, counters_for_drafting, drafting, phases_of_a_pass
 from common.ops.cpu_int8.forward_numba import Room
 from common.ops.cpu_int8.head_numba import HeadWeights
 from common.ops.cpu_int8.team_cpu import together
@@ -194,6 +194,7 @@ class Head:
         ask = np.array(asking, np.int64)
         step: tuple[Any, ...] = (
             counters_for_drafting(self.spec.num_layers, len(drafted.ends)),
+            phases_of_a_pass(self.spec.num_layers),
             self.threads,
             self._weights,
             where,

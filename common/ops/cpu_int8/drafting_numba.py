@@ -87,12 +87,12 @@ _PHASES_OF_CHOICES = 4
 """Of a pass: choices, the rest of the logits, choices, and what goes on."""
 
 
-def counters_for_drafting(layers: int, passes: int) -> NDArray[np.int64]:
-    return new_counters(passes * _phases(layers))
-
-
-def _phases(layers: int) -> int:
+def phases_of_a_pass(layers: int) -> int:
     return PHASES_OF_A_PASS + PHASES_OF_A_LAYER * layers + _PHASES_OF_CHOICES
+
+
+def counters_for_drafting(layers: int, passes: int) -> NDArray[np.int64]:
+    return new_counters(passes * phases_of_a_pass(layers))
 
 
 @compiled()
@@ -165,6 +165,7 @@ _run_pass: Any = None
 
 def _draft(
     counters,
+    phases,
     threads,
     weights,
     where,
@@ -184,12 +185,11 @@ def _draft(
     scratch,
     drafted,
 ):
-    """See `head_numba.run_pass` for what comes before `logits`, the logits of the first ids, of the first pass. rest: float32
-    [≥ wanted, padded], the logits of the other ids. ids: int64 [draft vocabulary], the target's. least: probability with which
-    a token stands out among the first. no_states: float32 [any, 0]. The others are a `Rows`, a `Later`, a
-    `Scratch` and a `Drafted`."""
-    layers, num_rest, residual = len(weights.mlp_norms), len(ids) - weights.num_first, room.residual
-    phases = PHASES_OF_A_PASS + PHASES_OF_A_LAYER * layers + _PHASES_OF_CHOICES
+    """counters: of `counters_for_drafting`, new; phases: of a pass. What follows, up to `logits`, those of the first ids, is
+    for the first pass: see `head_numba.run_pass`. rest: float32 [≥ wanted, padded], the logits of the other ids. ids: int64
+    [draft vocabulary], the target's. least: probability with which a token stands out among the first. no_states: float32
+    [any, 0]. The others are a `Rows`, a `Later`, a `Scratch` and a `Drafted`."""
+    num_rest, residual = len(ids) - weights.num_first, room.residual
     behind = Step(later.positions, later.tables, where.blocks, where.block_starts, where.pool, later.rope, where.rotated)
     # each function has one call: what is called takes the place of its call, and is compiled there
     for number in range(len(drafted.ends)):
