@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass, field
 from statistics import median
 
+from msgspec import structs
+
 from bench.common.machine import describe
 from bench.common.table import markdown, number
 from bench.cpu.chat import PROMPTS
@@ -36,7 +38,7 @@ MARGIN = 64
 
 @dataclass
 class Spent:
-    """Of one number of drafts. rates: tokens per second, by prompt."""
+    """Totals of one number of drafts. rates: tokens per second of each prompt."""
 
     steps: int = 0
     tokens: int = 0
@@ -60,14 +62,12 @@ def parse() -> argparse.Namespace:
 
 
 def answer(runner: CpuRunner, prompt: list[int], row: StepRow, tokens: int, spent: Spent) -> None:
-    """Compute an answer; its first step, of the prompt, does not count. row: what every step's row is like."""
+    """Compute an answer and add its steps to `spent`, except for the first, which computes the prompt. row: the fields that all
+    steps share."""
     text, proposal, seconds, first = list(prompt), list[int](), 0.0, 0
     for step in range(tokens):
         start = len(text) - 1 if step else 0
-        inputs = [*text[start:], *proposal]
-        mine = StepRow(
-            inputs, start, row.blocks, 1 + len(proposal), row.sampling, len(prompt), serial=row.serial, drafts=row.drafts
-        )
+        mine = structs.replace(row, tokens=[*text[start:], *proposal], start=start, num_samples=1 + len(proposal))
         begun = time.perf_counter()
         result = runner.execute(StepPlan(0, [mine]))
         took_s = time.perf_counter() - begun
@@ -106,7 +106,7 @@ def main() -> None:
         sampling = SamplingParams(temperature=options.temperature, seed=index)
         for drafts in numbers:
             serial += 1
-            row = StepRow([], 0, blocks, 1, sampling, 1, serial=serial if drafts else -1, drafts=drafts)
+            row = StepRow([], 0, blocks, 1, sampling, len(prompt), serial=serial if drafts else -1, drafts=drafts)
             answer(runner, prompt, row, options.tokens, spent[drafts])
     print(f"{describe()}\n")
     titles = ["drafts", "tokens a step", "ms a step", "of these the head", "tokens/s, times", "worst"]

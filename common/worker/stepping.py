@@ -4,9 +4,9 @@ While a step runs, messages are handled, the step before is reported and, with a
 and submitted. What a message changes meanwhile, a cancel above all, the scheduler defers where a running step depends on it.
 
 A step that raises says nothing about who is to blame. Its sequences go back to where the last good step left them and are run
-again in halves, until the ones that fail alone are found; only those end. If all of them do, a step of one of them is run once
-more, with other tokens in place of its own and nothing that it asked for: where that fails, too, the engine is to blame, and is
-given up.
+again in halves, until the ones that fail alone are found; only those end. If all of them fail, the step of one of them is run
+once more as a probe, with `PROBE_TOKEN` in place of its tokens and default sampling parameters except for its temperature. If
+the probe fails, too, the engine is to blame, and is given up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from common.worker.watchdog import StepWatch
 log = logs.get("engine")
 
 PROBE_TOKEN = 1
-"""What a probe computes in place of a request's tokens."""
+"""Token id that a probe computes in place of a request's tokens."""
 CLOSE_TIMEOUT_S = 2.0
 
 LEAD_S = 0.02
@@ -325,9 +325,9 @@ class StepLoop:
             self._steps.sequence_failed(sequence)
 
     async def _computes(self, culprits: list[Sequence]) -> bool:
-        """Return whether a step of one of those who failed succeeds without its tokens and wishes. True if none can be planned.
+        """Return whether a probe of the last culprit that still runs succeeds; True if no step of it can be planned.
 
-        What it writes lies behind what was computed of that sequence, which ends if this succeeds.
+        The probe overwrites no KV that was computed before. What it writes is not kept: if it succeeds, the sequence ends.
         """
         held = [sequence for sequence in culprits if self._scheduler.holds(sequence)][-1:]
         plan = self._scheduler.plan(self._clock(), held) if held else None
@@ -349,7 +349,7 @@ class StepLoop:
 
 
 def _probe(row: StepRow) -> StepRow:
-    """Return a row of the same size, place and temperature, with none of what its request asked for."""
+    """Return a row of the same number of tokens, position, blocks and temperature, without the request's other parameters."""
     tokens = [PROBE_TOKEN] * len(row.tokens)
     sampling = SamplingParams(temperature=row.sampling.temperature, seed=row.sampling.seed)
     targets = [PROBE_TOKEN] * len(row.targets)

@@ -190,7 +190,7 @@ class HeadDrafts:
             self._by_place.record(min(place, _PLACES - 1), False, text.by_place)
 
     def ran(self, passes: Sized[DraftPass]) -> None:
-        """The head has computed this in a step, perhaps nothing."""
+        """Record the passes that the head ran behind a step; there may be none."""
         if not passes:
             self._first_costs.skip()
         costs = self._first_costs
@@ -211,7 +211,7 @@ class HeadDrafts:
     def _best(self, num_rows: int, ladders: Mapping[str, Sized[float]]) -> Pick:
         """Return what drafting gives at the depth that is best, and note when to stop before that."""
         first_s = self._first_costs.seconds_if_known(2 * len(ladders))
-        later_s = min(first_s, self._later_costs.seconds_if_known(len(ladders)))  # it has fewer pairs, and may be long ago
+        later_s = min(first_s, self._later_costs.seconds_if_known(len(ladders)))  # fewer pairs than the first
         depths = range(1, self.policy.max_tokens + 1)
         picks = [
             self.policy.pace_with(num_rows, [ladder[:depth] for ladder in ladders.values()], first_s + (depth - 1) * later_s)

@@ -26,16 +26,13 @@ _OFF = 1.25
 """Times what was expected, or its inverse: if the median of the last measurements is that far off, it is right."""
 _DRIFT = 0.02
 """What all sizes take, by how much one took longer than expected: contexts grow, and clocks fall."""
-
-
 _MOST_PATIENCE = 8
-"""Times as long as at first that a size which did not occur stays known."""
+"""Limit of the number of steps for which a size that does not occur stays known, as a multiple of `stale_after`."""
 
 
 class StepCosts:
-    """`stale_after`: steps after which a size that did not occur counts as unknown, and is measured again when it does: on a
-    busy machine larger steps may have been slow that are not any more. If it takes as long as before, it stays known for twice
-    as long the next time."""
+    """`stale_after`: steps after which a size that did not occur counts as unknown. It is measured again when it occurs, since
+    its last time may be that of a busy moment. Each time it turns out unchanged, it stays known for twice as many steps."""
 
     def __init__(self, *, stale_after: int = 128) -> None:
         self.stale_after = stale_after
@@ -48,7 +45,7 @@ class StepCosts:
         self._steps = 0
 
     def skip(self) -> None:
-        """A step passes in which nothing was measured."""
+        """Count a step in which nothing was measured."""
         self._steps += 1
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -78,7 +75,7 @@ class StepCosts:
         self._seconds[index] = expected + max(_WEIGHT, 1 / count) * (seconds - expected)
 
     def _see_again(self, index: int, seconds: float) -> None:
-        """A size occurs that did not for so long that it had become unknown."""
+        """Compare the first measurement of a size that had become unknown with its last known time, or forget that."""
         known_s = self._seconds[index]
         if self._settled[index] and known_s / _OFF <= seconds <= known_s * _OFF:
             self._patience[index] = min(2 * self._patience[index], _MOST_PATIENCE * self.stale_after)

@@ -92,8 +92,8 @@ async def nothing_taken(stack: Stack) -> AsyncIterator[None]:
 
 
 async def beside(stack: Stack, undisturbed: tuple[str, float], abuse: Callable[[], Awaitable[object]]) -> None:
-    """Run `abuse` again and again while well-behaved streams run, and measure those. Time in which this process stood still, a
-    client of its own, is nobody's fault."""
+    """Run `abuse` again and again while well-behaved streams run, and measure those. Their client runs in this process, so time
+    in which this process stood still is not counted as a gap."""
     text, gap_s = undisturbed
     rounds, stalls = 0, [0.0]
 

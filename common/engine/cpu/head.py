@@ -19,16 +19,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine import plan
 from common.engine.cpu.head_arrays import MAX_DRAFTS, nothing_drafted, rows_of
 from common.engine.cpu.head_context import KEPT_STATES, HeadContext, HeadContexts
 from common.engine.outcomes import accept
-from common.engine.plan import NO_TOKEN, DraftPass, RowSamples, StepRow
+from common.engine.plan import NO_TOKEN, Drafted, DraftPass, RowSamples, StepRow
 from common.models.head_weights import HeadTensors, lm_head_rows
 from common.models.rope import inverse_frequencies
 from common.ops.cpu_int8.attention_numba import Step
 from common.ops.cpu_int8.choice_numba import Scratch
-from common.ops.cpu_int8.drafting_numba import CLOCK, Drafted, Later, counters_for_drafting, drafting, phases_of_a_pass
+from common.ops.cpu_int8.drafting_numba import (
+    CLOCK,
+    DraftResults,
+    LaterPasses,
+    counters_for_drafting,
+    drafting,
+    phases_of_a_pass,
+)
 from common.ops.cpu_int8.forward_numba import Room
 from common.ops.cpu_int8.head_numba import HeadWeights
 from common.ops.cpu_int8.team_cpu import together
@@ -56,7 +62,7 @@ class _Job:
     nexts: list[int]
     place: int
     position: int
-    drafted: plan.Drafted = field(default_factory=lambda: plan.Drafted([], []))
+    drafted: Drafted = field(default_factory=lambda: Drafted([], []))
 
 
 class Head:
@@ -106,7 +112,6 @@ class Head:
         self._room = self._new_room(1)
         self._logits, self._rest = self._new_logits(1)
         self._scratch = self._new_scratch(1)
-        self._no_states = np.empty((1, 0), np.float32)
 
     @property
     def state_size(self) -> int:
@@ -168,8 +173,8 @@ class Head:
                     result.drafted = jobs[-1].drafted
         return jobs
 
-    def _compute(self, jobs: Sequence[_Job], asking: list[int], drafted: Drafted) -> None:
-        """Compute the next pairs of each of `jobs`, whose tokens are their `nexts`, and draft for those that are `asking`."""
+    def _compute(self, jobs: Sequence[_Job], asking: list[int], drafted: DraftResults) -> None:
+        """Compute the pairs of all jobs, and draft behind those whose indices are `asking`. drafted: zeroed; it is filled."""
         counts = np.array([len(job.nexts) for job in jobs])
         tokens = [token for job in jobs for token in job.nexts]
         num_pairs = len(tokens)
@@ -200,7 +205,6 @@ class Head:
             where,
             np.concatenate([job.states for job in jobs]),
             self._embedded(tokens),
-            num_pairs,
             np.arange(num_pairs),
             (counts.cumsum() - 1)[ask],
             self._room,
@@ -208,7 +212,6 @@ class Head:
             self._rest,
             self._ids,
             _STANDS_OUT,
-            self._no_states,
             rows_of([jobs[index].row for index in asking], ask, (places + counts)[ask], (positions + counts)[ask]),
             self._later(len(asking)),
             self._scratch,
@@ -216,8 +219,8 @@ class Head:
         )
         together(self.threads, self._draft, *step)
 
-    def _later(self, rows: int) -> Later:
-        return Later(
+    def _later(self, rows: int) -> LaterPasses:
+        return LaterPasses(
             positions=np.empty(rows, np.int64),
             tables=np.empty(rows, np.int64),
             rope=np.empty((rows, self.spec.head_dim), np.float32),

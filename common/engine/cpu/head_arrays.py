@@ -1,4 +1,4 @@
-"""What the compiled call of a head takes and gives, as arrays, of the rows that ask for drafts."""
+"""Builds the arrays that a head's compiled call (`ops.cpu_int8.drafting_numba`) reads and fills, from a step's rows."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.plan import StepRow
-from common.ops.cpu_int8.choice_numba import Draws
-from common.ops.cpu_int8.choice_reference import TOP_TOKENS
-from common.ops.cpu_int8.drafting_numba import Drafted, Rows
+from common.ops.cpu_int8.choice_numba import TOP_TOKENS, Draws
+from common.ops.cpu_int8.drafting_numba import DraftResults, DraftRows
 from common.ops.sampling.gumbel import GREEDY_BELOW
 from common.ops.sampling.philox import MASK32
 from common.protocol.messages import SamplingParams
 
 MAX_DRAFTS = 63
+"""Most tokens that are drafted for a row behind one step."""
 
 
-def draws_of(wishes: Sequence[SamplingParams]) -> Draws:
-    """Return how the tokens of rows with these wishes are drawn."""
-    keys = [(wish.seed & MASK32, wish.seed >> 32 & MASK32) for wish in wishes]
+def draws_of(params: Sequence[SamplingParams]) -> Draws:
+    """Return the sampling parameters of rows as arrays."""
+    keys = [(one.seed & MASK32, one.seed >> 32 & MASK32) for one in params]
     return Draws(
-        temperatures=np.array([0 if wish.temperature < GREEDY_BELOW else wish.temperature for wish in wishes], np.float32),
-        top_k=np.array([min(wish.top_k or TOP_TOKENS, TOP_TOKENS) for wish in wishes], np.int64),
-        top_p=np.array([wish.top_p for wish in wishes], np.float64),
-        min_p=np.array([wish.min_p for wish in wishes], np.float64),
+        temperatures=np.array([0 if one.temperature < GREEDY_BELOW else one.temperature for one in params], np.float32),
+        top_k=np.array([min(one.top_k or TOP_TOKENS, TOP_TOKENS) for one in params], np.int64),
+        top_p=np.array([one.top_p for one in params], np.float64),
+        min_p=np.array([one.min_p for one in params], np.float64),
         keys=np.array(keys, np.uint32).reshape(-1, 2),
     )
 
 
 def rows_of(
     rows: Sequence[StepRow], tables: NDArray[np.int64], places: NDArray[np.int64], positions: NDArray[np.int64]
-) -> Rows:
-    """Return how and how much is drafted for each of `rows`, of which nothing is yet; the arrays are as `Rows` says."""
-    return Rows(
+) -> DraftRows:
+    """Return the state of `rows` before the first token is drafted. The arrays are those of `DraftRows`."""
+    return DraftRows(
         active=np.arange(len(rows)),
         tables=tables,
         places=places,
@@ -46,12 +46,12 @@ def rows_of(
     )
 
 
-def nothing_drafted(rows: int, most: int) -> Drafted:
-    """Return room for the drafts of so many rows, `most` tokens each."""
+def nothing_drafted(rows: int, most: int) -> DraftResults:
+    """Return zeroed results for `rows` rows, with space for `most` tokens each, up to `MAX_DRAFTS`."""
     passes = min(most, MAX_DRAFTS)
     num_rows = np.zeros(passes + 1, np.int64)
     num_rows[0] = rows
-    return Drafted(
+    return DraftResults(
         counts=np.zeros(rows, np.int64),
         tokens=np.zeros((rows, passes), np.int64),
         chances=np.zeros((rows, passes), np.float64),

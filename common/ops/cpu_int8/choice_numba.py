@@ -1,7 +1,7 @@
-"""The token that a head on a CPU proposes: the likeliest, or with temperature the one that the target's own noise favours.
+"""Chooses the token that a head on a CPU proposes: the likeliest, or with temperature the one that the target's noise favours.
 
-A proposal may be wrong, so this looks at the likeliest tokens alone, and does not ask for the last bit; `choice_reference` says
-the same in NumPy. Kernels are parts of `drafting_numba`.
+A proposal may be wrong, so with temperature only the `TOP_TOKENS` likeliest are considered, and results need not be exact to
+the last bit. The reference is `choice_reference`. These kernels are called by `drafting_numba`.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -14,20 +14,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.ops.cpu_int8.attention_numba import softmax
-from common.ops.cpu_int8.choice_reference import NO_CHOICE
 from common.ops.cpu_int8.compiled_numba import REASSOCIATING, compiled
 from common.ops.cpu_int8.copy_numba import copy
 from common.ops.sampling.host_loops_numba import words_of_tokens
 
-_INFINITE = np.int32(0x7F800000)
+TOP_TOKENS = 64
+"""Number of likeliest tokens for which noise is drawn."""
+NO_CHOICE = -1
+"""Returned in place of a token id if a logit is not finite."""
+
+_EXPONENT_MASK = np.int32(0x7F800000)
+"""Exponent bits of a float32. All are set in infinities and NaN, and in no finite number."""
 _LOG2E = np.float32(1.4426950408889634)
-_HALVINGS = 40
-"""Of the range in which a score is looked for that so many tokens reach: float32 has no more to halve."""
+_MAX_HALVINGS = 40
+"""Limit of the bisection for the score of the last token that is considered: beyond it float32 values no longer differ."""
 
 
 class Draws(NamedTuple):
-    """How tokens are drawn, for each row that wants some. temperatures: float32, 0 for greedy ones. top_k: int64, at most
-    `TOP_TOKENS`. top_p, min_p: float64. keys: uint32 [rows, 2], the halves of a seed, the lower one first."""
+    """Sampling parameters of the rows that tokens are drafted for, each array [rows].
+
+    temperatures: float32, 0 for greedy rows.
+    top_k: int64, 1 to `TOP_TOKENS`.
+    top_p, min_p: float64.
+    keys: uint32 [rows, 2], the lower and the upper half of the seed.
+    """
 
     temperatures: NDArray[np.float32]
     top_k: NDArray[np.int64]
@@ -37,7 +47,7 @@ class Draws(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """[rows, draft vocabulary]: float32 scores, int32 bits and float32 weights."""
+    """Memory for intermediate results, each array [rows, draft vocabulary]."""
 
     scores: NDArray[np.float32]
     bits: NDArray[np.int32]
@@ -46,15 +56,16 @@ class Scratch(NamedTuple):
 
 @compiled()
 def _are_finite(bits):
-    """bits: float32 as int32."""
+    """Return whether all numbers are finite. bits: float32, viewed as int32."""
     broken = np.int32(0)
     for i in range(len(bits)):
-        broken |= np.int32((bits[i] & _INFINITE) == _INFINITE)
+        broken |= np.int32((bits[i] & _EXPONENT_MASK) == _EXPONENT_MASK)
     return broken == 0
 
 
 @compiled(fastmath=REASSOCIATING)
 def _range(logits):
+    """Return the lowest and the highest logit."""
     lowest, highest = logits[0], logits[0]
     for i in range(len(logits)):
         lowest, highest = min(lowest, logits[i]), max(highest, logits[i])
@@ -63,7 +74,7 @@ def _range(logits):
 
 @compiled()
 def _reaching(logits, least):
-    """How many are not below `least`."""
+    """Return how many logits are at least `least`."""
     count = np.int32(0)
     for i in range(len(logits)):
         count += np.int32(logits[i] >= least)
@@ -72,10 +83,10 @@ def _reaching(logits, least):
 
 @compiled()
 def _top(logits, lowest, highest, count, places):
-    """Put the indices of the `count` highest logits, the highest first, into places: int64 [≥ count]. Of equal ones that do not
-    all fit, the first."""
-    below, reached = highest, lowest  # more than `count` reach the second, or exactly so many
-    for _ in range(_HALVINGS):
+    """Write the indices of the `count` highest logits into places, int64 [≥ count], in descending order of the logits. Among
+    equal logits lower indices come first."""
+    below, reached = highest, lowest  # at least `count` logits are >= reached; fewer are >= below, unless all logits are equal
+    for _ in range(_MAX_HALVINGS):
         middle = np.float32(0.5) * (below + reached)
         found = _reaching(logits, middle)
         if found >= count:
@@ -100,7 +111,7 @@ def _top(logits, lowest, highest, count, places):
 
 @compiled()
 def _kept(scores, top_p, min_p):
-    """How many of `scores`, the highest first, are in the nucleus and not too unlikely. At least one."""
+    """Return how many of the scores, in descending order, pass top-p and min-p; at least one."""
     total = 0.0
     for i in range(len(scores)):
         total += math.exp(scores[i] - scores[0])
@@ -116,7 +127,7 @@ def _kept(scores, top_p, min_p):
 
 @compiled()
 def _drawn(logits, ids, lowest, highest, draws, which, position):
-    """The index of the token that noise favours among the likeliest, and its chance."""
+    """Return the index of the token that noise favours among the likeliest, and its probability, noise included."""
     count = min(draws.top_k[which], len(logits))
     places = np.empty(count, np.int64)
     _top(logits, lowest, highest, count, places)
@@ -143,10 +154,14 @@ def _drawn(logits, ids, lowest, highest, draws, which, position):
 
 @compiled()
 def choose(first, rest, ids, draws, which, position, scores, bits, weights):
-    """first, rest: float32, the logits of the first tokens of the draft vocabulary, and of those behind them, which may be left
-    out. ids: int64, the target's. which: of `draws`. position: of the token to draw. scores and so on: of `Scratch`.
+    """Return the target's id of the proposed token and its probability among the tokens that could be drawn; `NO_CHOICE` and 0
+    if a logit is not finite.
 
-    Returns the target's id, and how likely it is among what could be drawn; `NO_CHOICE` where a logit is not finite.
+    first, rest: float32, the logits of the first tokens of the draft vocabulary and of those behind them. rest may be empty.
+    ids: int64 [draft vocabulary], the target's ids.
+    which: the row of `draws`.
+    position: of the token to draw.
+    scores, bits, weights: a row of `Scratch` each.
     """
     size = len(first) + len(rest)
     logits = scores[:size]

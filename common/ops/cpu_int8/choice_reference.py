@@ -5,19 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from common.ops.cpu_int8.choice_numba import NO_CHOICE, TOP_TOKENS
 from common.ops.sampling.gumbel import GREEDY_BELOW, gumbel_noise
 from common.ops.sampling.sample import Draw
 
-TOP_TOKENS = 64
-"""Tokens that noise is drawn for."""
-
-NO_CHOICE = -1
-
 
 def choice_reference(logits: NDArray[np.float32], ids: NDArray[np.int64], draw: Draw) -> tuple[int, float]:
-    """logits: float32 [draft_vocab], finite or not. ids: int64 [draft_vocab], the target's.
+    """Return the target's id of the proposed token and its probability among the tokens that could be drawn; `NO_CHOICE` and 0
+    if a logit is not finite.
 
-    Return the target's id, and how likely it is among what could be drawn; `NO_CHOICE` where a logit is not finite.
+    logits: float32 [draft_vocab]. ids: int64 [draft_vocab], the target's id of each row of the draft vocabulary.
     """
     if not np.isfinite(logits).all():
         return NO_CHOICE, 0.0

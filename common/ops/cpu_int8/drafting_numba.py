@@ -1,9 +1,10 @@
-"""All that a head drafts behind a step, as one compiled call, which any number of threads make together:
+"""Drafts all tokens that a head proposes behind a step, in one compiled call that any number of threads make together:
 
-    pass ─► logits of the first ids ─► choices ─► where none stands out: logits of the others ─► choices ─► what goes on ─► pass
+    pass ─► logits of the first ids ─► choices ─► where none stands out: logits of the others ─► choices ─► next pass
 
-The rows that want another token move to the front, with their features, and are the pairs of the next pass. Work is shared
-out as in `forward_numba`. A thread may come late, when all is done: the numbers that tell it so are written once, by pass.
+Rows that want another token are moved to the front, with their features, and become the pairs of the next pass. Threads share
+out the work as in `forward_numba`. A helper thread may start late, even after the call has returned to its caller. It must then
+find nothing to do, so the numbers that control the loop are written once, in a place for each pass.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -28,18 +29,23 @@ from common.ops.cpu_int8.head_numba import PHASES_OF_A_LAYER, PHASES_OF_A_PASS, 
 from common.ops.cpu_int8.team_numba import new_counters, shared
 
 FIRST, ALL = range(2)
-"""Choices among the first ids, and among all."""
+"""Which logits a choice is made from: those of the first ids, or of all."""
 
 CLOCK = time.CLOCK_MONOTONIC
+"""The clock of `DraftResults.ends`."""
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
 
 
-class Rows(NamedTuple):
-    """Those that want tokens, for each of them; all change as the work goes on.
+class DraftRows(NamedTuple):
+    """State of the rows that tokens are drafted for, each array [rows]. It changes with every pass.
 
-    active: int64, which row each pair of a pass is for. tables: int64, its block table. places, positions: int64, of its next
-    pair in the cache, and in the text. limits: int64, tokens wanted at most. chances: float64, that all so far hold; with less
-    than `least`, float64, there are no more. draws: how tokens are drawn.
+    active: int64, the row of each pair of the current pass; the first `num_rows` entries count.
+    tables: int64, the block table of the row.
+    places, positions: int64, of the row's next pair in the cache, and in the text.
+    limits: int64, most tokens to draft.
+    chances: float64, the probability that all tokens so far hold.
+    least: float64; drafting ends once `chances` is lower.
+    draws: sampling parameters.
     """
 
     active: NDArray[np.int64]
@@ -52,10 +58,16 @@ class Rows(NamedTuple):
     draws: Draws
 
 
-class Later(NamedTuple):
-    """What passes behind the first one compute, for as many pairs as rows want tokens: see `Step`; rope: float32 [pairs, size].
-    embedded: float32 [pairs, hidden]. turns: float64 [size / 2], radians of a position; cosines and sines are multiplied by
-    rope_scale. table: the embedding, float32 [vocab, hidden]; or empty, and `narrow` has it, bfloat16 as int16."""
+class LaterPasses(NamedTuple):
+    """Inputs of passes behind the first one, with space for a pair of each row.
+
+    positions, tables, rope: see `Step`; rope: float32 [pairs, size].
+    embedded: float32 [pairs, hidden].
+    turns: float64 [size / 2], radians per position.
+    rope_scale: factor of cosines and sines.
+    table: the embedding, float32 [vocab, hidden]; empty if `narrow` has it.
+    narrow: the embedding, bfloat16 viewed as int16.
+    """
 
     positions: NDArray[np.int64]
     tables: NDArray[np.int64]
@@ -67,11 +79,14 @@ class Later(NamedTuple):
     narrow: NDArray[np.int16]
 
 
-class Drafted(NamedTuple):
-    """All zeros at first. counts: int64 [rows], tokens of each; tokens, chances: [rows, passes].
+class DraftResults(NamedTuple):
+    """What was drafted. All arrays are zero before the call, except for the first entry of num_rows.
 
-    By pass: num_rows, int64 [passes + 1], which want a token; the first is given. ends: int64 [passes, 2], seconds and
-    nanoseconds by `CLOCK`. found, sure: [passes, 2, rows], int64 and float64, the choices and their chances.
+    counts: int64 [rows], tokens drafted for each row.
+    tokens, chances: int64 and float64 [rows, passes], the tokens and their probabilities.
+    num_rows: int64 [passes + 1], rows that want a token from each pass.
+    ends: int64 [passes, 2], seconds and nanoseconds at which each pass ended.
+    found, sure: int64 and float64 [passes, 2, rows], the choices of each pass and their probabilities, by `FIRST` and `ALL`.
     """
 
     counts: NDArray[np.int64]
@@ -84,22 +99,25 @@ class Drafted(NamedTuple):
 
 
 _PHASES_OF_CHOICES = 4
-"""Of a pass: choices, the rest of the logits, choices, and what goes on."""
+"""Choices from the first ids, the other logits, choices from all ids, and the preparation of the next pass."""
 
 
 def phases_of_a_pass(layers: int) -> int:
+    """Return the number of phases (`team_numba`) of a pass with its choices."""
     return PHASES_OF_A_PASS + PHASES_OF_A_LAYER * layers + _PHASES_OF_CHOICES
 
 
 def counters_for_drafting(layers: int, passes: int) -> NDArray[np.int64]:
+    """Return the counters of one call."""
     return new_counters(passes * phases_of_a_pass(layers))
 
 
 @compiled()
-def _choose(row, number, among, rest, ids, rows, first_logits, rest_logits, scratch, drafted):
+def _choose(row, number, among, num_rest, ids, rows, first_logits, rest_logits, scratch, drafted):
+    """Choose the token of pair `row` of pass `number`. among: `FIRST` or `ALL`."""
     which = rows.active[row]
-    logits = first_logits[row, : len(ids) - rest]
-    others = rest_logits[row, : rest if among == ALL else 0]
+    logits = first_logits[row, : len(ids) - num_rest]
+    others = rest_logits[row, : num_rest if among == ALL else 0]
     position = rows.positions[which] + 1
     token, chance = choose(
         logits, others, ids, rows.draws, which, position, scratch.scores[row], scratch.bits[row], scratch.weights[row]
@@ -110,6 +128,7 @@ def _choose(row, number, among, rest, ids, rows, first_logits, rest_logits, scra
 
 @compiled()
 def _embed(token, later, out):
+    """Write the embedding of a token into out: float32 [hidden]."""
     if len(later.table):
         copy(later.table[token], out)
         return
@@ -120,7 +139,7 @@ def _embed(token, later, out):
 
 @compiled()
 def _go_on(_, number, among, rows, later, residual, drafted):
-    """Take the choices of a pass. Prepare the next one for those that want another token."""
+    """Record the choices of pass `number`, and prepare the next pass for the rows that want another token."""
     going = 0
     for row in range(drafted.num_rows[number]):
         which, token = rows.active[row], drafted.found[number, among, row]
@@ -151,6 +170,7 @@ def _go_on(_, number, among, rows, later, residual, drafted):
 
 @compiled()
 def _all_stand_out(sure, count, least):
+    """Return whether the first `count` probabilities are at least `least`."""
     standing_out = 0
     for row in range(count):
         standing_out += sure[row] >= least
@@ -160,7 +180,7 @@ def _all_stand_out(sure, count, least):
 _share_choose, _share_go_on = shared(_choose), shared(_go_on)
 
 _run_pass: Any = None
-"""Of the heads that drafting is compiled for."""
+"""`run_pass` for the attention heads that drafting is compiled for; see `drafting`."""
 
 
 def _draft(
@@ -171,7 +191,6 @@ def _draft(
     where,
     states,
     embedded,
-    pairs,
     every,
     wanted,
     room,
@@ -179,19 +198,26 @@ def _draft(
     rest,
     ids,
     least,
-    no_states,
     rows,
     later,
     scratch,
     drafted,
 ):
-    """counters: of `counters_for_drafting`, new; phases: of a pass. What follows, up to `logits`, those of the first ids, is
-    for the first pass: see `head_numba.run_pass`. rest: float32 [≥ wanted, padded], the logits of the other ids. ids: int64
-    [draft vocabulary], the target's. least: probability with which a token stands out among the first. no_states: float32
-    [any, 0]. The others are a `Rows`, a `Later`, a `Scratch` and a `Drafted`."""
+    """Run all passes and fill `drafted`.
+
+    counters: new, of `counters_for_drafting`.
+    phases: of a pass, see `phases_of_a_pass`.
+    threads, weights, room: see `head_numba.run_pass`.
+    where, states, embedded, every, wanted: inputs of the first pass, see there.
+    logits, rest: float32 [≥ wanted, padded], memory for the logits of the first ids, and of the others.
+    ids: int64 [draft vocabulary], the target's ids.
+    least: probability from which on a choice among the first ids stands out.
+    rows, later, scratch, drafted: see the classes.
+    """
+    pairs, no_states = len(embedded), np.empty((1, 0), np.float32)
     num_rest, residual = len(ids) - weights.num_first, room.residual
     behind = Step(later.positions, later.tables, where.blocks, where.block_starts, where.pool, later.rope, where.rotated)
-    # each function has one call: what is called takes the place of its call, and is compiled there
+    # LLVM inlines and optimises a function anew at each call site, so there is one call site of each
     for number in range(len(drafted.ends)):
         count = drafted.num_rows[number]
         if number > 0:
@@ -211,7 +237,7 @@ def _draft(
 
 @cache
 def drafting(size: int, group: int) -> Any:
-    """Drafting with heads of `size`, `group` of which share a KV head; see `forward_numba.forward`."""
+    """Return `_draft` compiled for attention heads of `size`, `group` of which share a KV head; see `forward_numba.forward`."""
     scope = run_pass.__globals__ | {"_share_attend": shared(attention(size, group))}
     one = compiled(inlined=True)(FunctionType(run_pass.__code__, scope, f"pass_{size}_{group}"))
     draft = FunctionType(_draft.__code__, globals() | {"_run_pass": one}, f"draft_{size}_{group}")
