@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.engine.masks import allowed_tokens, fill_masks
 from common.engine.plan import NO_TOKEN, RowSamples, StepRow
+from common.ops.sampling.host_loops import Floats
 from common.ops.sampling.logprobs import top_logprobs
 from common.ops.sampling.penalties import apply_penalties
-from common.ops.sampling.sample import Draw, sample_tokens
+from common.ops.sampling.sample import Draw, sample_token
 from common.protocol.messages import SamplingParams, TokenLogprobs
 
 
@@ -24,42 +26,46 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSample
     """logits: float32 [samples, vocab] on the CPU, the samples of all rows one after the other; left as they are. Samples whose
     logits are not all finite are `NO_TOKEN`.
 
-    Rows that are `penalised` bring their history, constrained ones their output.
+    Rows that are `penalised` bring their history, constrained ones their output. Nothing is drawn behind the first sample that
+    is not the token which its row has there: nobody takes those.
     """
-    draws: list[Draw] = []
-    broken = np.flatnonzero(~np.isfinite(logits.numpy()).all(1)).tolist()  # torch's threads would take half a millisecond
-    if broken:
-        logits = logits.clone()
-        logits[broken] = 0.0
-    masks = fill_masks(rows, logits.shape[1])
-    changed = logits if masks is None else logits.clone()
-    for row in rows:
-        params = row.sampling
-        for sample in range(row.num_samples):
-            end = row.start + len(row.tokens) - row.num_samples + sample + 1  # position of the token to be drawn
-            if _adjusts(row, end - row.prompt_tokens):
-                changed = logits.clone() if changed is logits else changed
-                _adjust(changed[len(draws)], row, end)
-            draws.append(Draw(params.temperature, params.top_k, params.top_p, params.min_p, params.seed, end))
-    if masks is not None:
-        for sample, words in zip(masks.samples.tolist(), masks.words, strict=True):
-            changed[sample].numpy()[~allowed_tokens(words, logits.shape[1])] = -np.inf
-    tokens = sample_tokens(changed, draws)
-    for sample in broken:
-        tokens[sample] = NO_TOKEN
+    values, masks = logits.numpy(), fill_masks(rows, logits.shape[1])
+    words = {} if masks is None else dict(zip(masks.samples.tolist(), masks.words, strict=True))
     results: list[RowSamples] = []
     at = 0
     for row in rows:
-        span = range(at, at + row.num_samples)
+        guessed = [*row.tokens[len(row.tokens) - row.num_samples + 1 :], NO_TOKEN]
+        tokens: list[int] = []
+        for place, guess in zip(range(row.num_samples), guessed, strict=False):
+            tokens.append(_sampled(values[at + place], row, place, words.get(at + place)))
+            if tokens[-1] != guess:
+                break
         logprobs = None
         if row.sampling.logprobs >= 0:
-            logprobs = [_scores(logits[i], max(0, tokens[i]), row.sampling.logprobs) for i in span]
-        results.append(RowSamples(tokens=[tokens[i] for i in span], logprobs=logprobs))
+            logprobs = [_scores(logits[at + place], token, row.sampling.logprobs) for place, token in enumerate(tokens)]
+        results.append(RowSamples(tokens=tokens + [NO_TOKEN] * (row.num_samples - len(tokens)), logprobs=logprobs))
         at += row.num_samples
     return results
 
 
+def _sampled(values: Floats, row: StepRow, place: int, words: NDArray[np.int32] | None) -> int:
+    """Return the sample of a row at that place among its samples. values: its logits; words: what its constraint allows."""
+    if not np.isfinite(values).all():
+        return NO_TOKEN
+    params = row.sampling
+    end = row.start + len(row.tokens) - row.num_samples + place + 1  # position of the token to be drawn
+    if words is not None or _adjusts(row, end - row.prompt_tokens):
+        values = values.copy()
+    if _adjusts(row, end - row.prompt_tokens):
+        _adjust(values, row, end)
+    if words is not None:
+        values[~allowed_tokens(words, len(values))] = -np.inf
+    return sample_token(values, Draw(params.temperature, params.top_k, params.top_p, params.min_p, params.seed, end))
+
+
 def _scores(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
+    if token == NO_TOKEN:  # its logits are no numbers, and nobody reads what is said of them
+        logits, token = torch.zeros_like(logits), 0
     logprob, top_tokens, top = top_logprobs(logits, token, num_top)
     return TokenLogprobs(logprob, tuple(top_tokens), tuple(top))
 
@@ -84,19 +90,18 @@ def asks_alike(params: SamplingParams) -> bool:
     return not params.logit_bias and params.min_tokens <= 0 and not penalised(params)
 
 
-def _adjust(logits: torch.Tensor, row: StepRow, end: int) -> None:
-    """Changes `logits` [vocab] for the token at position `end`; proposed tokens before it count as output."""
+def _adjust(values: Floats, row: StepRow, end: int) -> None:
+    """Change the logits for the token at position `end`; proposed tokens before it count as output."""
     params = row.sampling
     if penalised(params):
         apply_penalties(
-            logits,
+            torch.from_numpy(values),
             row.history[: row.prompt_tokens],
             row.history[row.prompt_tokens : end],
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             repetition=params.repetition_penalty,
         )
-    values = logits.numpy()
     biases = {token: bias for token, bias in params.logit_bias.items() if 0 <= token < len(values)}
     if biases:
         values[list(biases)] += np.array(list(biases.values()), np.float32)

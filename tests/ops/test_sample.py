@@ -14,7 +14,7 @@ from common.ops.sampling.gumbel import gumbel_noise
 from common.ops.sampling.gumbel_reference import gumbel_noise_reference, philox_reference
 from common.ops.sampling.logprobs import top_logprobs
 from common.ops.sampling.logprobs_reference import top_logprobs_reference
-from common.ops.sampling.nucleus import masses
+from common.ops.sampling.nucleus import ALL_BANDS, masses
 from common.ops.sampling.penalties import apply_penalties
 from common.ops.sampling.penalties_reference import penalties_reference
 from common.ops.sampling.sample import Draw, sample_tokens
@@ -93,15 +93,35 @@ def test_contenders_are_all_tokens_that_could_win_and_few_others(vocab: int) -> 
 
 
 @pytest.mark.usefixtures("loops")
-def test_the_sum_of_masses_is_theirs() -> None:
+def test_the_sums_of_masses_are_theirs() -> None:
     torch.manual_seed(5)
     for vocab, spread in ((1, 1.0), (1023, 0.0), (4097, 3.0), (151_936, 8.0), (151_936, 0.001)):
         scaled = (torch.randn(vocab) * spread).numpy()
         scaled[vocab // 2 + 1 :: 5] = -np.inf
         top = scaled.max()
         for lowest in (np.float32(-np.inf), np.float32(top - 2), np.float32(top)):
-            expected = int(masses(scaled[scaled >= lowest], top).sum())
-            assert host_loops.total_mass(scaled, lowest, top) == expected
+            kept = scaled[scaled >= lowest]
+            expected, gap = masses(kept, top), top - kept
+            for count in (1, 32, ALL_BANDS):
+                total, sums = host_loops.masses_in_bands(scaled, lowest, top, count)
+                assert total == int(expected.sum())
+                assert sums.tolist() == [int(expected[(gap >= i / 4) & (gap < (i + 1) / 4)].sum()) for i in range(count)]
+            assert total == int(sums.sum()), "nothing is behind all bands"
+            assert (host_loops.masses_of(kept, top) == expected).all()
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("below", [0.0, 0.25, 7.9, 8.0, 14.0])
+def test_a_nucleus_may_end_anywhere(below: float) -> None:
+    """Among equals, between bands, and below all of them."""
+    logits = torch.full((1, 30_000), 3.0)
+    logits[0, 17_000:] -= 20
+    logits[0, 5_000] = 3.0 + below
+    logits[0, 9_000::50] = math.nextafter(3.0, 4.0)
+    for top_p in (1e-6, 0.3, 0.97, 0.99, 0.999999):
+        for seed in range(6):
+            draw = PLAIN._replace(top_p=top_p, seed=seed)
+            assert sample_tokens(logits, [draw]) == [sample_reference(logits[0], **draw._asdict())]
 
 
 @pytest.mark.usefixtures("loops")

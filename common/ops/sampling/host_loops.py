@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
-from common.ops.sampling.nucleus import masses
+from common.ops.sampling.nucleus import BANDS_PER_UNIT, bands_of, masses
 from common.ops.sampling.philox import MASK32, MULTIPLIERS, ROUNDS, WEYL
 
 Floats = NDArray[np.float32]
@@ -69,12 +69,26 @@ def contenders(scaled: Floats, lowest: np.float32, seen: float, seed: int, posit
     return np.flatnonzero(flags)
 
 
-def total_mass(scaled: Floats, lowest: np.float32, top: np.float32) -> int:
-    """Return the sum of `masses` over all scores that are at least `lowest`. top: the highest score."""
+def masses_of(values: Floats, top: np.float32) -> NDArray[np.int64]:
+    """Return what `nucleus.masses` says."""
     compiled = compiled_loops()
     if compiled is None:
-        return int(masses(scaled[scaled >= lowest], top).sum())
-    return int(compiled.sum_masses(scaled, lowest, top))
+        return masses(values, top)
+    found = np.empty(len(values), np.int64)
+    compiled.masses_of(values, top, found)
+    return found
+
+
+def masses_in_bands(scaled: Floats, lowest: np.float32, top: np.float32, num_bands: int) -> tuple[int, NDArray[np.int64]]:
+    """Return the sum of `masses` over all scores that are at least `lowest`, and the sums over those in each of the first
+    bands, [num_bands]. top: the highest score."""
+    sums, compiled = np.zeros(num_bands, np.int64), compiled_loops()
+    if compiled is not None:
+        return int(compiled.sum_masses(scaled, lowest, top, np.float32(BANDS_PER_UNIT), sums)), sums
+    values = scaled[scaled >= lowest]
+    found, bands = masses(values, top), bands_of(values, top, num_bands)
+    np.add.at(sums, bands[bands < num_bands], found[bands < num_bands])
+    return int(found.sum()), sums
 
 
 def _key(seed: int) -> tuple[np.uint32, np.uint32]:

@@ -96,30 +96,54 @@ def _sum(values, count):
     return total
 
 
+@compiled()
+def _masses(values, start, count, top, powers, exponents, whole):
+    """`nucleus.masses`, step by step, of `count` values from `start` on. powers, exponents: scratch; whole: float64."""
+    bits = powers.view(np.int32)
+    for i in range(count):
+        distance = max(values[start + i] - top, _LOWEST)
+        exponent = np.floor(distance * _LOG2E + _ROUNDING)
+        distance -= exponent * _LN2_HIGH
+        distance -= exponent * _LN2_LOW
+        power = (distance * _C0 + _C1) * distance
+        power = (power + _C2) * distance
+        power = (power + _C3) * distance
+        power = (power + _C4) * distance
+        power = (power + _C5) * (distance * distance)
+        powers[i] = power + distance + _ONE
+        exponents[i] = np.int32(exponent)
+    for i in range(count):
+        bits[i] += exponents[i] << np.int32(23)
+    for i in range(count):
+        whole[i] = np.floor(np.float64(powers[i] * _WHOLE))
+
+
 @compiled(kept=True)
-def sum_masses(values, lowest, top):
-    """`nucleus.masses`, step by step, of values that are not below `lowest`; their sum."""
-    powers, exponents = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.int32)
-    bits, whole = powers.view(np.int32), np.empty(_CHUNK, np.float64)
+def masses_of(values, top, found):
+    """found: int64 [tokens]."""
+    powers, exponents, whole = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.float64)
+    for start in range(0, len(values), _CHUNK):
+        count = min(_CHUNK, len(values) - start)
+        _masses(values, start, count, top, powers, exponents, whole)
+        for i in range(count):
+            found[start + i] = np.int64(whole[i])
+
+
+@compiled(kept=True)
+def sum_masses(values, lowest, top, per_unit, sums):
+    """Return the sum of the masses of values that are not below `lowest`. sums: int64 [bands], zeros, to which those of each
+    band are added, of which there are `per_unit` in a unit."""
+    powers, exponents, whole = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.float64)
+    reach = np.float32(len(sums)) / per_unit
     total = np.int64(0)
     for start in range(0, len(values), _CHUNK):
         count = min(_CHUNK, len(values) - start)
+        _masses(values, start, count, top, powers, exponents, whole)
         for i in range(count):
-            distance = max(values[start + i] - top, _LOWEST)
-            exponent = np.floor(distance * _LOG2E + _ROUNDING)
-            distance -= exponent * _LN2_HIGH
-            distance -= exponent * _LN2_LOW
-            power = (distance * _C0 + _C1) * distance
-            power = (power + _C2) * distance
-            power = (power + _C3) * distance
-            power = (power + _C4) * distance
-            power = (power + _C5) * (distance * distance)
-            powers[i] = power + distance + _ONE
-            exponents[i] = np.int32(exponent)
+            whole[i] = whole[i] if values[start + i] >= lowest else 0.0
         for i in range(count):
-            bits[i] += exponents[i] << np.int32(23)
-        for i in range(count):
-            mass = np.floor(np.float64(powers[i] * _WHOLE))
-            whole[i] = mass if values[start + i] >= lowest else 0.0
+            distance = top - values[start + i]
+            if distance < reach:  # few are
+                sums[np.int64(distance * per_unit)] += np.int64(whole[i])
         total += np.int64(_sum(whole, count))
     return total

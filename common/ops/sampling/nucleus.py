@@ -22,6 +22,11 @@ LN2_HIGH = 0.693359375  # nine bits: its product with an exponent is exact
 LN2_LOW = -2.12194440e-4
 # e^r = 1 + r + r² · polynomial(r) for |r| <= ln(2) / 2: Cephes' expf
 COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+BANDS_PER_UNIT = 4
+"""Of values, from the highest down, masses are added up in bands of a quarter each, which float32 divides by exactly: of two
+values the higher one is never in the later band."""
+ALL_BANDS = int(-LOWEST * BANDS_PER_UNIT)
+"""Below these all masses are 0."""
 
 
 def masses(values: NDArray[np.float32], top: np.float32) -> NDArray[np.int64]:
@@ -51,6 +56,11 @@ def _masses(distance: NDArray[np.float32]) -> NDArray[np.float32]:
     bits += exponent.astype(np.int32) << 23
     power *= np.float32(2.0**MASS_BITS)
     return power
+
+
+def bands_of(values: NDArray[np.float32], top: np.float32, num_bands: int) -> NDArray[np.int64]:
+    """Return the number of the band of each of values, none of which is above `top`; `num_bands` for those below so many."""
+    return np.minimum((top - values) * np.float32(BANDS_PER_UNIT), np.float32(num_bands)).astype(np.int64)
 
 
 def wanted_mass(total: int, top_p: float) -> int:

@@ -4,7 +4,7 @@ Ties go to the lowest token id, in filters too: top-k keeps exactly k tokens. Fi
 probabilities over what min-p and top-k left, and keeps tokens until their sum reaches p.
 
 On a CPU most of the work is avoided, exactly: noise is bounded, so few tokens can win beside one whose score has been seen
-(`host_loops.contenders`), and few are kept by top-k and top-p, which look near the highest score first.
+(`host_loops.contenders`). Top-k looks near the highest score first, and top-p puts those tokens in order among which it ends.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from common.ops.sampling.gumbel import GREEDY_BELOW, gumbel_noise
-from common.ops.sampling.host_loops import Floats, Ids, contenders, total_mass
-from common.ops.sampling.nucleus import masses, wanted_mass
+from common.ops.sampling.host_loops import Floats, Ids, contenders, masses_in_bands, masses_of
+from common.ops.sampling.nucleus import ALL_BANDS, BANDS_PER_UNIT, bands_of, wanted_mass
 
 _FIRST_TRIES = 64
 _DISTANCES = (3.0, 6.0, 10.0)
-"""How far below the highest score top-k and top-p look for their tokens: each in turn, and then the whole vocabulary."""
+"""How far below the highest score top-k looks for its tokens: each in turn, and then the whole vocabulary."""
+_BANDS = (32, ALL_BANDS)
+"""Bands in which top-p looks for the one where its tokens end: few tokens are in the first ones."""
 
 
 class Draw(NamedTuple):
@@ -47,10 +49,11 @@ def sample_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
             f"{len(draws)} draws need float32 logits [{len(draws)}, vocab], not {logits.dtype} {list(logits.shape)}"
         )
     rows = logits.numpy()
-    return [_sample(row, draw) for row, draw in zip(rows, draws, strict=True)]
+    return [sample_token(row, draw) for row, draw in zip(rows, draws, strict=True)]
 
 
-def _sample(logits: Floats, draw: Draw) -> int:
+def sample_token(logits: Floats, draw: Draw) -> int:
+    """logits: float32 [vocab], without NaN. Return the token that the draw gives."""
     if draw.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     scaled = logits / np.float32(draw.temperature)
@@ -64,7 +67,7 @@ def _sample(logits: Floats, draw: Draw) -> int:
         kept = _highest(scaled, lowest, top, draw.top_k)
         kept = np.sort(_nucleus(scaled, kept, top, draw.top_p) if draw.top_p < 1 else kept)
     elif draw.top_p < 1:
-        kept = np.sort(_whole_nucleus(scaled, lowest, top, draw.top_p))
+        kept = _whole_nucleus(scaled, lowest, top, draw.top_p)
     else:
         kept = _contenders(scaled, lowest, top, draw)
     return _winner(scaled, kept, draw)[0]
@@ -107,20 +110,29 @@ def _highest(scaled: Floats, lowest: np.float32, top: np.float32, count: int) ->
 
 
 def _whole_nucleus(scaled: Floats, lowest: np.float32, top: np.float32, top_p: float) -> Ids:
-    """Return the likeliest tokens, of at least `lowest`, whose probabilities sum to `top_p`; at least one."""
-    wanted = wanted_mass(total_mass(scaled, lowest, top), top_p)
-    near = found = np.empty(0, np.int64)
-    for near in _near(scaled, lowest, top):
-        found = masses(scaled[near], top)
-        if int(found.sum()) >= wanted:
+    """Return the likeliest tokens of at least `lowest` whose probabilities sum to `top_p`, in ascending order; at least one."""
+    for num_bands in _BANDS:
+        total, sums = masses_in_bands(scaled, lowest, top, num_bands)
+        wanted, sums = wanted_mass(total, top_p), sums.cumsum()
+        band = int(np.searchsorted(sums, wanted))
+        if band < num_bands:
             break
-    order = _order(scaled[near])
-    return near[order[: _length(found[order], wanted)]]
+    else:
+        return np.flatnonzero((scaled >= lowest) & (scaled > -np.inf))
+    near = np.flatnonzero(scaled >= max(lowest, np.float32(top - np.float32((band + 1) / BANDS_PER_UNIT))))
+    bands = bands_of(scaled[near], top, num_bands)
+    last = np.flatnonzero(bands == band)
+    values = scaled[near[last]]
+    order = _order(values)
+    before = int(sums[band - 1]) if band else 0
+    kept = bands < band
+    kept[last[order[: _length(masses_of(values, top)[order], wanted - before)]]] = True
+    return near[kept]
 
 
 def _nucleus(scaled: Floats, ordered: Ids, top: np.float32, top_p: float) -> Ids:
     """Return the first of a few tokens, highest first, whose probabilities among these sum to `top_p`; at least one."""
-    found = masses(scaled[ordered], top)
+    found = masses_of(scaled[ordered], top)
     return ordered[: _length(found, wanted_mass(int(found.sum()), top_p))]
 
 
