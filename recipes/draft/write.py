@@ -6,6 +6,10 @@ Beside the prompts that are there, a share of the training prompts is what the t
 "Magpie: Alignment data synthesis from scratch", 2024), which no list of templates is as varied as. Held-out prompts and
 questions are answered first; training prompts in an order in which any beginning is like the whole. What is on disk is left
 out.
+
+    python -m recipes.draft.write build/draft --sitting 1 --turns 200000 --max-tokens 160 --minutes 5
+
+writes answers to other user's turns that the target wrote, in shards beside those that are there.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ USER_TEMPERATURE = 0.9
 USER_TOKENS = 96
 """Of a user's turn that the target writes; longer ones are left out."""
 _SEED_OF_USERS = 1 << 32
+"""Of the first user's turn of a sitting, times the number of sittings with it."""
+SITTING_SHARDS = 10_000
+"""The first shard of a sitting has this number, times the sittings before it."""
 SPLITS: tuple[Split, ...] = ("held_out", "questions", "train")
 
 
@@ -45,14 +52,17 @@ def turn_around(bundle: TextBundle) -> tuple[list[int], list[int]]:
     return one[:before], one[len(one) - behind :]
 
 
-def written_prompts(writer: BatchedWriter, bundle: TextBundle, count: int, rows: int, deadline_s: float) -> list[list[int]]:
-    """Return at most `count` different prompts whose user's turn the target wrote."""
+def written_prompts(
+    writer: BatchedWriter, bundle: TextBundle, count: int, rows: int, deadline_s: float, sitting: int = 0
+) -> list[list[int]]:
+    """Return at most `count` different prompts whose user's turn the target wrote, others in each sitting."""
     before, behind = turn_around(bundle)
     found: dict[tuple[int, ...], None] = {}
     for first in range(0, count, rows):
         if time.monotonic() > deadline_s:
             break
-        asks = [Ask(before, _SEED_OF_USERS + seed, USER_TEMPERATURE) for seed in range(first, min(first + rows, count))]
+        seeds = range(first, min(first + rows, count))
+        asks = [Ask(before, (1 + sitting) * _SEED_OF_USERS + seed, USER_TEMPERATURE) for seed in seeds]
         for tokens in writer.write(asks, USER_TOKENS, deadline_s):
             if 4 <= len(tokens) <= USER_TOKENS and tokens[-1] in bundle.eos_ids:
                 found[(*before, *tokens[:-1], *behind)] = None
@@ -88,18 +98,20 @@ def write(arguments: argparse.Namespace) -> None:
     writer = BatchedWriter(target, bundle.eos_ids)
     limit = arguments.limit or None
     print(f"target and tokenizer are loaded, {deadline_s - time.monotonic():.0f} s are left", flush=True)
-    for split in SPLITS:
-        prompts = encode(folder, bundle, split, limit)
-        share = arguments.written_share if split == "train" else 0.0
-        if share:
-            count = int(len(prompts) * share / (1 - share))
-            # a user's turn is a quarter of an answer's length
-            users_deadline_s = time.monotonic() + 0.25 * (deadline_s - time.monotonic())
-            own = written_prompts(writer, bundle, count, arguments.rows, users_deadline_s)
+    splits: tuple[Split, ...] = ("train",) if arguments.sitting else SPLITS
+    for split in splits:
+        # those that are given were answered in the first sitting
+        prompts = [] if arguments.sitting else encode(folder, bundle, split, limit)
+        count = turns_of(arguments, len(prompts)) if split == "train" else 0
+        if count:
+            # beside an answer of so many tokens
+            share = USER_TOKENS / (USER_TOKENS + arguments.max_tokens)
+            users_deadline_s = time.monotonic() + share * (deadline_s - time.monotonic())
+            own = written_prompts(writer, bundle, count, arguments.rows, users_deadline_s, arguments.sitting)
             print(f"{len(own)} prompts by the target itself, {deadline_s - time.monotonic():.0f} s are left", flush=True)
             prompts += own
         asks = asks_of(prompts, arguments.max_prompt)
-        for number, wave in enumerate(waves_of(asks, arguments.rows)):
+        for number, wave in enumerate(waves_of(asks, arguments.rows), arguments.sitting * SITTING_SHARDS):
             path = shard_path(folder, split, number)
             if path.exists():
                 continue
@@ -107,6 +119,12 @@ def write(arguments: argparse.Namespace) -> None:
                 print(f"stopped before {path.name}: {arguments.minutes} minutes are over")
                 return
             write_wave(writer, wave, path, arguments.max_tokens, arguments.cache_gb)
+
+
+def turns_of(arguments: argparse.Namespace, num_prompts: int) -> int:
+    """Return how many user's turns the target is to write beside so many training prompts that are given."""
+    share = arguments.written_share
+    return arguments.turns or int(num_prompts * share / (1 - share))
 
 
 def encode(folder: Path, bundle: TextBundle, split: Split, limit: int | None = None) -> list[list[int]]:
@@ -157,9 +175,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--written-share", type=float, default=0.5, help="of training prompts, by the target itself (default: %(default)s)"
     )
+    parser.add_argument("--turns", type=int, default=0, help="user's turns by the target itself, in place of that share")
+    parser.add_argument(
+        "--sitting", type=int, default=0, help="1 and up: answer only --turns turns, others than in the sittings before"
+    )
     arguments = parser.parse_args(argv)
     if min(arguments.rows, arguments.max_tokens) < 1 or not 0 <= arguments.written_share < 1:
         raise SystemExit("--rows and --max-tokens must be at least 1, --written-share in [0, 1)")
+    if min(arguments.turns, arguments.sitting) < 0 or (arguments.sitting and not arguments.turns):
+        raise SystemExit("--turns and --sitting must not be negative, and a later sitting needs --turns")
     try:
         write(arguments)
     except ConfigError as error:

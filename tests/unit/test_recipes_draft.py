@@ -20,7 +20,7 @@ from common.models.source import ModelFiles, resolve
 from common.ops.sampling.gumbel_reference import gumbel_noise_reference
 from common.ops.sampling.sample_reference import sample_reference
 from common.protocol.errors import ConfigError
-from recipes.draft import session, templates
+from recipes.draft import session, templates, write
 from recipes.draft.acceptance import (
     Start,
     coupled_choice,
@@ -368,3 +368,16 @@ def test_the_target_of_the_recipe_computes_what_transformers_computes(
     with torch.no_grad():
         expected = smollm2_in_transformers(tokens).logits
     torch.testing.assert_close(target.hidden(tokens) @ target.head.T, expected, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_each_sitting_answers_other_turns_of_the_user(tmp_path: Path) -> None:
+    for sitting in (1, 2):
+        flags = ["--turns=6", "--rows=6", "--max-tokens=4", "--device=cpu", "--minutes=5"]
+        write.main([str(tmp_path), f"--sitting={sitting}", *flags])
+    first, second = (read_shard(shard_path(tmp_path, "train", sitting * write.SITTING_SHARDS)) for sitting in (1, 2))
+    prompts = [{tuple(sample.tokens[: sample.prompt_length]) for sample in samples} for samples in (first, second)]
+    assert prompts[0] and prompts[1] and not prompts[0] & prompts[1]
+    assert all(1 <= len(sample.tokens) - sample.prompt_length <= 4 for sample in (*first, *second))
+    with pytest.raises(SystemExit, match="needs --turns"):
+        write.main([str(tmp_path), "--sitting=1"])
