@@ -393,6 +393,6 @@ class Actor:
 
     def _on_peer_lost(self, peer: Presence) -> None:
         event, tell = ("peer_left", log.info) if peer.state == "draining" else ("peer_lost", log.warning)
-        tell(event, worker=self.ref.id, peer=peer.worker.id, epoch=peer.worker.epoch)
+        tell(event, worker=self.ref.id, peer=peer.worker.id, epoch=peer.worker.epoch, model=peer.model)
         self.metrics.peers_lost.inc(event == "peer_lost")
         self.peer_lost(peer)

@@ -24,7 +24,7 @@ from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.protocol import tokens as token_bytes
 from common.protocol.capacity import WINDOW_MS, Capacity
-from common.protocol.errors import PenstockError, ProtocolError, from_wire
+from common.protocol.errors import OutOfBlocks, OutOfCredits, PenstockError, ProtocolError, from_wire
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef, new_lease
 from common.protocol.messages import (
     Accepted,
@@ -253,7 +253,8 @@ class PrefillActor(EngineWorker):
             self.end_lease(lease)
             self.traces.handed_off(sequence, began_at, decode.id, error.code, sent_at=sent_at)
             if self.parked.get(sequence.request) is sequence:
-                log.warning("handoff_failed", request=sequence.request, decode=decode.id, code=error.code, reason=str(error))
+                tell = log.info if isinstance(error, OutOfBlocks | OutOfCredits) else log.warning  # a full worker is no fault
+                tell("handoff_failed", request=sequence.request, decode=decode.id, code=error.code, reason=str(error))
                 failed = HandoffFailed(worker=self.ref, request=sequence.request, attempt=sequence.attempt, code=error.code)
                 self.send(sequence.generation.gateway, failed)
             return
