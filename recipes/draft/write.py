@@ -38,9 +38,9 @@ USER_TEMPERATURE = 0.9
 USER_TOKENS = 96
 """Of a user's turn that the target writes; longer ones are left out."""
 _SEED_OF_USERS = 1 << 32
-"""Of the first user's turn of a sitting, times the number of sittings with it."""
+"""Seeds of the user's turns of sitting n begin at n + 1 times this."""
 SITTING_SHARDS = 10_000
-"""The first shard of a sitting has this number, times the sittings before it."""
+"""Numbers of the shards of sitting n begin at n times this."""
 SPLITS: tuple[Split, ...] = ("held_out", "questions", "train")
 
 
