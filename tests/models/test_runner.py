@@ -87,7 +87,7 @@ def test_minimum_tokens_bias_and_penalties_hold(runner: Runner) -> None:
 
 def test_logprobs_are_those_of_untouched_logits(runner: Runner) -> None:
     sampling = SamplingParams(temperature=0.5, seed=1, top_k=1, logprobs=3, logit_bias={7: 100.0})
-    prompt = oracle_prompt()
+    prompt = [*oracle_prompt()[:-1], 7]  # its last token is what is drawn before it, so that the next one is drawn, too
     with seen_logits(runner) as seen:
         row = runner.execute(StepPlan(0, [StepRow(prompt, 0, [0, 1, 2, 3], 2, sampling, len(prompt), prompt)])).rows[0]
     assert row.tokens == [7, 7]

@@ -40,9 +40,11 @@ def test_the_shipped_draft_model_guesses_much_of_a_greedy_answer(
         for request, answer in zip(requests, answers, strict=True):
             tokens = request.prompt + answer
             blocks = list(range(-(-len(tokens) // opened.engine.runner.block_tokens)))
-            row = StepRow(tokens[:-1], 0, blocks, len(answer), GREEDY, len(request.prompt))
-            (guessed,) = opened.engine.runner.execute(StepPlan(0, [row])).rows
-            held += [ours == theirs for ours, theirs in zip(guessed.tokens, answer, strict=True)]
+            first = len(request.prompt) - 1
+            rows = [StepRow(tokens[:first], 0, blocks, 0, GREEDY, len(request.prompt))]
+            rows += [StepRow([tokens[at]], at, blocks, 1, GREEDY, len(request.prompt)) for at in range(first, len(tokens) - 1)]
+            results = [opened.engine.runner.execute(StepPlan(0, [row])).rows[0].tokens for row in rows]
+            held += [guessed == [token] for guessed, token in zip(results[1:], answer, strict=True)]
     finally:
         opened.engine.close()
     assert sum(held) > 0.35 * len(held)
