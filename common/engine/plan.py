@@ -203,7 +203,8 @@ class DraftPass(NamedTuple):
 
 class RowSamples(msgspec.Struct):
     """The `num_samples` sampled tokens of a row (`NO_TOKEN` where a logit was not finite), and their logprobs when asked for.
-    What is behind the first that differs from the row's own next token may be `NO_TOKEN`, and without logprobs.
+    Samples behind the first that differs from the proposed token in its place are never used: they may be `NO_TOKEN`, without
+    logprobs.
 
     Of a row that is read: `scores` of its `targets`, with as many alternatives as its `sampling.logprobs` says; or `total`, its
     hidden states added up, int64 [hidden_size] in units of `FIXED_POINT`, so that the order of adding changes nothing.

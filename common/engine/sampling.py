@@ -26,8 +26,8 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSample
     """logits: float32 [samples, vocab] on the CPU, the samples of all rows one after the other; left as they are. Samples whose
     logits are not all finite are `NO_TOKEN`.
 
-    Rows that are `penalised` bring their history, constrained ones their output. Nothing is drawn behind the first sample that
-    is not the token which its row has there: nobody takes those.
+    Rows that are `penalised` bring their history, constrained ones their output. Samples of a row
+    behind the first that differs from the proposed token are not drawn, since verification drops them.
     """
     values, masks = logits.numpy(), fill_masks(rows, logits.shape[1])
     words = {} if masks is None else dict(zip(masks.samples.tolist(), masks.words, strict=True))
@@ -49,14 +49,16 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSample
 
 
 def _sampled(values: Floats, row: StepRow, place: int, words: NDArray[np.int32] | None) -> int:
-    """Return the sample of a row at that place among its samples. values: its logits; words: what its constraint allows."""
+    """Return the sample of a row with index `place` among its samples. values: float32 [vocab], its logits; words: its mask, if
+    the row is constrained."""
     if not np.isfinite(values).all():
         return NO_TOKEN
     params = row.sampling
     end = row.start + len(row.tokens) - row.num_samples + place + 1  # position of the token to be drawn
-    if words is not None or _adjusts(row, end - row.prompt_tokens):
+    adjusts = _adjusts(row, end - row.prompt_tokens)
+    if adjusts or words is not None:
         values = values.copy()
-    if _adjusts(row, end - row.prompt_tokens):
+    if adjusts:
         _adjust(values, row, end)
     if words is not None:
         values[~allowed_tokens(words, len(values))] = -np.inf
@@ -64,7 +66,7 @@ def _sampled(values: Floats, row: StepRow, place: int, words: NDArray[np.int32] 
 
 
 def _scores(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
-    if token == NO_TOKEN:  # its logits are no numbers, and nobody reads what is said of them
+    if token == NO_TOKEN:  # logits that are not finite have no log-probabilities; these are never read
         logits, token = torch.zeros_like(logits), 0
     logprob, top_tokens, top = top_logprobs(logits, token, num_top)
     return TokenLogprobs(logprob, tuple(top_tokens), tuple(top))

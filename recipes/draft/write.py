@@ -9,7 +9,7 @@ out.
 
     python -m recipes.draft.write build/draft --sitting 1 --turns 200000 --max-tokens 160 --minutes 5
 
-writes answers to other user's turns that the target wrote, in shards beside those that are there.
+answers nothing but further user's turns that the target writes, in shards beside those that are there.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ def write(arguments: argparse.Namespace) -> None:
     print(f"target and tokenizer are loaded, {deadline_s - time.monotonic():.0f} s are left", flush=True)
     splits: tuple[Split, ...] = ("train",) if arguments.sitting else SPLITS
     for split in splits:
-        # those that are given were answered in the first sitting
+        # the given prompts are answered in sitting 0
         prompts = [] if arguments.sitting else encode(folder, bundle, split, limit)
         count = turns_of(arguments, len(prompts)) if split == "train" else 0
         if count:
-            # beside an answer of so many tokens
+            # of the tokens of a turn and its answer, at most
             share = USER_TOKENS / (USER_TOKENS + arguments.max_tokens)
             users_deadline_s = time.monotonic() + share * (deadline_s - time.monotonic())
             own = written_prompts(writer, bundle, count, arguments.rows, users_deadline_s, arguments.sitting)

@@ -253,7 +253,7 @@ class PrefillActor(EngineWorker):
             self.end_lease(lease)
             self.traces.handed_off(sequence, began_at, decode.id, error.code, sent_at=sent_at)
             if self.parked.get(sequence.request) is sequence:
-                tell = log.info if isinstance(error, OutOfBlocks | OutOfCredits) else log.warning  # a full worker is no fault
+                tell = log.info if isinstance(error, OutOfBlocks | OutOfCredits) else log.warning  # full workers refuse
                 tell("handoff_failed", request=sequence.request, decode=decode.id, code=error.code, reason=str(error))
                 failed = HandoffFailed(worker=self.ref, request=sequence.request, attempt=sequence.attempt, code=error.code)
                 self.send(sequence.generation.gateway, failed)

@@ -70,7 +70,7 @@ def contenders(scaled: Floats, lowest: np.float32, seen: float, seed: int, posit
 
 
 def masses_of(values: Floats, top: np.float32) -> NDArray[np.int64]:
-    """Return what `nucleus.masses` says."""
+    """Return `nucleus.masses(values, top)`."""
     compiled = compiled_loops()
     if compiled is None:
         return masses(values, top)
@@ -87,7 +87,8 @@ def masses_in_bands(scaled: Floats, lowest: np.float32, top: np.float32, num_ban
         return int(compiled.sum_masses(scaled, lowest, top, np.float32(BANDS_PER_UNIT), sums)), sums
     values = scaled[scaled >= lowest]
     found, bands = masses(values, top), bands_of(values, top, num_bands)
-    np.add.at(sums, bands[bands < num_bands], found[bands < num_bands])
+    inside = bands < num_bands
+    np.add.at(sums, bands[inside], found[inside])
     return int(found.sum()), sums
 
 

@@ -98,7 +98,7 @@ def _sum(values, count):
 
 @compiled()
 def _masses(values, start, count, top, powers, exponents, whole):
-    """`nucleus.masses`, step by step, of `count` values from `start` on. powers, exponents: scratch; whole: float64."""
+    """Write the masses (`nucleus.masses`) of `count` values from `start` on to `whole`, float64. powers, exponents: scratch."""
     bits = powers.view(np.int32)
     for i in range(count):
         distance = max(values[start + i] - top, _LOWEST)
@@ -120,7 +120,7 @@ def _masses(values, start, count, top, powers, exponents, whole):
 
 @compiled(kept=True)
 def masses_of(values, top, found):
-    """found: int64 [tokens]."""
+    """Write the mass of each value into `found`, int64 [tokens]."""
     powers, exponents, whole = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.float64)
     for start in range(0, len(values), _CHUNK):
         count = min(_CHUNK, len(values) - start)
@@ -131,8 +131,8 @@ def masses_of(values, top, found):
 
 @compiled(kept=True)
 def sum_masses(values, lowest, top, per_unit, sums):
-    """Return the sum of the masses of values that are not below `lowest`. sums: int64 [bands], zeros, to which those of each
-    band are added, of which there are `per_unit` in a unit."""
+    """Return the sum of the masses of values that are not below `lowest`, and add each mass to its band in `sums`, int64
+    [bands], zeroed. per_unit: bands in a unit of value."""
     powers, exponents, whole = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.float64)
     reach = np.float32(len(sums)) / per_unit
     total = np.int64(0)

@@ -23,10 +23,10 @@ LN2_LOW = -2.12194440e-4
 # e^r = 1 + r + r² · polynomial(r) for |r| <= ln(2) / 2: Cephes' expf
 COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 BANDS_PER_UNIT = 4
-"""Of values, from the highest down, masses are added up in bands of a quarter each, which float32 divides by exactly: of two
-values the higher one is never in the later band."""
+"""Bands in a unit of value, counted from the highest value down. A quarter is exact in float32, so a higher value is never in a
+later band."""
 ALL_BANDS = int(-LOWEST * BANDS_PER_UNIT)
-"""Below these all masses are 0."""
+"""Values below these bands have a mass of 0."""
 
 
 def masses(values: NDArray[np.float32], top: np.float32) -> NDArray[np.int64]:

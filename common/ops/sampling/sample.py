@@ -25,7 +25,7 @@ _FIRST_TRIES = 64
 _DISTANCES = (3.0, 6.0, 10.0)
 """How far below the highest score top-k looks for its tokens: each in turn, and then the whole vocabulary."""
 _BANDS = (32, ALL_BANDS)
-"""Bands in which top-p looks for the one where its tokens end: few tokens are in the first ones."""
+"""Numbers of bands among which top-p looks for the one where its nucleus ends, in turn. Few tokens are in the first 32."""
 
 
 class Draw(NamedTuple):
@@ -53,7 +53,7 @@ def sample_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def sample_token(logits: Floats, draw: Draw) -> int:
-    """logits: float32 [vocab], without NaN. Return the token that the draw gives."""
+    """Return the token that a draw gives. logits: float32 [vocab], without NaN."""
     if draw.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     scaled = logits / np.float32(draw.temperature)
