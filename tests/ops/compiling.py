@@ -52,6 +52,7 @@ INSTRUCTIONS = {
     "st.global.v4": r"\bst\.global[\w.:]*\.(?:v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)",
     "ld.global": r"\bld\.global",
     "st.global": r"\bst\.global",
+    "bar": r"\b(?:bar|barrier)\.",
     "atom": r"\b(?:atom|red)\.",
     # a product and a sum that are, or may be, rounded once
     "fused": r"\bfma\.rn\.(?:ftz\.)?f32|\b(?:add|sub)\.(?:ftz\.)?f32",

@@ -27,6 +27,7 @@ def inputs(num_tokens: int, num_rows: int, sampled: list[int], rng: random.Rando
         tokens=torch.full((num_tokens,), 7),
         feeds=torch.full((num_tokens,), 5),
         positions=torch.full((num_tokens,), 7),
+        query_starts=torch.full((num_rows + 1,), 7, dtype=torch.int32),
         context_lens=torch.full((num_rows,), 7, dtype=torch.int32),
         draws=torch.full((num_tokens + 3,), 7),
         slots=torch.full((num_groups, num_tokens), 7),

@@ -6,6 +6,7 @@ import pytest
 
 from common.ops.lookup.device_texts import MAX_PROPOSAL
 from common.ops.sampling.board_layout import BOARD_WORDS, LINE_TOKENS, LINES, TAKEN_HEADER, TAKEN_WORDS
+from common.ops.sampling.given_rows import CONSTANTS
 from common.ops.sampling.open_row_inputs import HEADER, MAX_VERIFIED
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
 
@@ -189,6 +190,8 @@ _OPEN_ROW_SIZES |= {"TAKEN_HEADER": TAKEN_HEADER, "TAKEN_WORDS": TAKEN_WORDS}
 _ADVANCE: dict[str, str] = dict.fromkeys(("feeds", "positions", "draws", "slots"), "*i64")
 _ADVANCE |= dict.fromkeys(("context_lens", "block_ids", "block_starts"), "*i32")
 _ADVANCE |= dict.fromkeys(("num_rows", "slot_stride", "start_stride"), "i32")
+_WITH_GIVEN = {**_ADVANCE, "given": "*i64", "tokens": "*i64", "query_starts": "*i32", "capacity": "i32"}
+del _WITH_GIVEN["num_rows"]
 _EDIT = {"out": "*fp32", "edit_rows": "*i32", "edit_tokens": "*i32", "count": "i32", "vocab": "i32:16"}
 
 CASES = [
@@ -226,6 +229,20 @@ CASES = [
             num_warps=1,
             forbids=("atom", "griddepcontrol.wait"),
             max_registers=64,
+        )
+        for groups in (1, 2)
+    ),
+    *(
+        KernelCase(
+            f"{groups} groups",
+            "common.ops.sampling.given_rows_triton",
+            "advance_with_given_kernel",
+            _WITH_GIVEN,
+            {"NUM_GROUPS": groups, "BLOCK_TOKENS": 16, **CONSTANTS},
+            num_warps=1,
+            expects=("bar",),
+            forbids=("atom", "griddepcontrol.wait"),
+            max_registers=128,
         )
         for groups in (1, 2)
     ),

@@ -24,7 +24,7 @@ import torch
 from common.engine.board import HEAD_SLOTS, ProposalBoard
 from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids
 from common.engine.gpu.board import TakenReport
-from common.engine.gpu.continuing import Continuing, Known
+from common.engine.gpu.continuing import Continuing, Following, Known
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
 from common.engine.gpu.head import DeviceHead, NotedStep
 from common.engine.gpu.layer_cost import layer_cost
@@ -49,7 +49,6 @@ from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work_list import DeviceRow
 from common.ops.drafting.head_inputs import TargetStep
 from common.ops.launching import OwnThread
-from common.ops.sampling.advance_rows import advance_rows
 from common.ops.sampling.open_row_inputs import StepInputs
 from common.ops.sampling.open_rows import pack_open_rows, settle_open_rows
 from common.ops.tensors import Feed
@@ -129,7 +128,14 @@ class DeviceRunner:
         self._head: DeviceHead | None = None
         self._noted: Sequence[torch.Tensor] = ()
         self._settling = Settling(depth=_DEPTH, device=self._device)
-        self._continuing = Continuing(self._tables, block_tokens=self.block_tokens, inputs_of=self._step_inputs)
+        self._continuing = Continuing(
+            self._tables,
+            block_tokens=self.block_tokens,
+            vocab_size=config.vocab_size,
+            depth=_DEPTH,
+            inputs_of=self._step_inputs,
+            shape_of=self._shapes.choose,
+        )
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
             if self._has_graphs:
@@ -152,9 +158,9 @@ class DeviceRunner:
             if row.num_samples and penalised(row.sampling) and len(row.history) < row.start + len(row.tokens):
                 raise InvalidParameter(f"penalties need a row's history, not {len(row.history)} tokens of it")
         check_copies(self.groups, plan.copies)
-        known = None if plan.copies else self._continuing.follow(rows)
-        if known is not None and (special := self._sampler.load_again()) is not None:
-            return self._continue(plan, known, begun, special=special)
+        following = self._continuing.follow(rows)
+        if following is not None:
+            return self._continue(plan, following, begun)
         is_read = any(row.num_read for row in rows)
         shape = None if is_read else self._shapes.choose(rows)
         graph = self._graphs.get(shape) if shape is not None else None
@@ -182,20 +188,22 @@ class DeviceRunner:
             if self._head is not None and drafts is not None:
                 self._head.draft(drafts, self._noted_step(shape, graph))
                 self._noted = ()
-        self._continuing.packed(Known(rows, shape, packed))
+        self._continuing.packed(Known(rows, shape, packed.first_blocks))
         return step
 
-    def _continue(self, plan: StepPlan, known: Known, begun: float, *, special: bool) -> DeviceStep:
+    def _continue(self, plan: StepPlan, following: Following, begun: float) -> DeviceStep:
         """Submit a step that continues the one before it; see `continuing.py`."""
+        known = following.step
         graph = self._graphs.get(known.shape)
         self._turn = (self._turn + 1) % _DEPTH
         with self._running(), lost_if_broken():
-            self._tables.apply(self._buffer[:0])
+            make_copies(self.groups, plan.copies)
+            special = self._sampler.load_again(plan.rows)
             self._settling.passed()
             if self._head is not None:
                 self._head.passed()
-            self._continuing.advance(known.shape, is_captured=graph is not None)
-            logits = self._forward(known.shape, device_rows(known.packed)) if graph is None else graph.replay()
+            self._continuing.advance(following, is_captured=graph is not None)
+            logits = self._forward(known.shape, known.device_rows) if graph is None else graph.replay()
             step = self._behind(plan, begun, logits, special=special)
         self._continuing.continued(known)
         return step
@@ -271,23 +279,7 @@ class DeviceRunner:
 
     def _step_inputs(self, shape: StepShape) -> StepInputs:
         fields = layout(self._buffer, shape, len(self.groups))
-        proposals, num_proposed = self._settling.proposals
-        return StepInputs(
-            sampled=self._sampler.sampled,
-            tokens=fields.tokens,
-            feeds=fields.feeds,
-            positions=fields.positions,
-            context_lens=fields.context_lens,
-            draws=self._sampler.draws.position,
-            slots=fields.slots,
-            block_ids=self._tables.ids,
-            block_starts=fields.block_starts,
-            block_tokens=self.block_tokens,
-            proposals=proposals,
-            num_proposed=num_proposed,
-            board=self._settling.board.words,
-            taken=self._settling.board.taken,
-        )
+        return self._settling.inputs(fields, self._sampler, self._tables.ids, self.block_tokens)
 
     def _masks(self, rows: Sequence[StepRow]) -> StepMasks | None:
         """Waits for the step before, if a constrained row is fed by it."""
@@ -358,7 +350,7 @@ class DeviceRunner:
                     start = self.block_tokens * (index % 2)  # a prompt's first part, and one after a prefix
                     rows = warm_up_rows(samples)
                     blank(self._buffer, shape, len(self.groups))
-                    advance_rows(self._step_inputs(shape))
+                    self._continuing.warm_up(shape)
                     self._sampler.load(rows)
                     logits, _ = self._noted_forward(shape, [[DeviceRow(0, prompt_tokens, start, 0)]] * len(self.groups))
                     self._sampler.finish(logits, rows, partial(self._masks, rows))

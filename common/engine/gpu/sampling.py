@@ -113,12 +113,18 @@ class DeviceSampler:
         self._special = any(map(_is_special, params)) or any(row.is_constrained for row in rows)
         return self._special
 
-    def load_again(self) -> bool | None:
-        """Call it instead of `load` for the samples of the step before, one position further, which the device advances itself.
+    def load_again(self, rows: Sequence[StepRow]) -> bool:
+        """Call it instead of `load` for rows of one sample each, whose positions the device advances itself. They are loaded
+        only if they are drawn otherwise than those of the step before.
 
-        Return what `load` would; None where they have to be loaded.
+        Returns whether `finish` has work.
         """
-        return None if self._special and self._repeated is None else self._special
+        same = len(rows) == len(self._packed) and all(
+            row.sampling is before for row, before in zip(rows, self._packed, strict=True)
+        )
+        if same and not (self._special and self._repeated is None):
+            return self._special
+        return self.load(rows)
 
     def mask_buffer(self, count: int, words: int) -> Masks:
         """After `load`: pinned memory for this step's masks, int32 [count, words]."""

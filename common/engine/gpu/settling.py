@@ -18,7 +18,8 @@ from common.engine.gpu.board import DeviceBoard, TakenReport
 from common.engine.gpu.lookup import DeviceLookup, LookupReport
 from common.engine.gpu.open_rows import open_rows_of
 from common.engine.gpu.pinned import to_device
-from common.engine.gpu.step_buffers import PackedStep
+from common.engine.gpu.sampling import DeviceSampler
+from common.engine.gpu.step_buffers import Fields, PackedStep
 from common.engine.plan import StepRow
 from common.ops.sampling.open_row_inputs import StepInputs
 from common.ops.sampling.open_rows import pack_open_rows, settle_open_rows
@@ -38,6 +39,29 @@ class Settling:
         if self.lookup is None:
             return self.board.proposals, self.board.num_proposed
         return self.lookup.texts.proposals, self.lookup.texts.num_proposed
+
+    def inputs(
+        self, fields: Fields[torch.Tensor], sampler: DeviceSampler, block_ids: torch.Tensor, block_tokens: int
+    ) -> StepInputs:
+        """Return where a step that is laid out as `fields` has what is changed of it on the device."""
+        proposals, num_proposed = self.proposals
+        return StepInputs(
+            sampled=sampler.sampled,
+            tokens=fields.tokens,
+            feeds=fields.feeds,
+            positions=fields.positions,
+            query_starts=fields.query_starts,
+            context_lens=fields.context_lens,
+            draws=sampler.draws.position,
+            slots=fields.slots,
+            block_ids=block_ids,
+            block_starts=fields.block_starts,
+            block_tokens=block_tokens,
+            proposals=proposals,
+            num_proposed=num_proposed,
+            board=self.board.words,
+            taken=self.board.taken,
+        )
 
     def passed(self) -> None:
         """Call it instead of `launch` for a step without open rows and without texts."""

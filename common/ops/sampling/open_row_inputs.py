@@ -17,17 +17,19 @@ the one where it leaves that for the next step."""
 class StepInputs(NamedTuple):
     """What a step reads on the device, and is changed there.
 
-    sampled: int64, the tokens of the step ahead. tokens, feeds, positions: int64 [tokens]; context_lens: int32 [rows]; draws:
-    int64, the positions of drawn tokens; slots: int64 [groups, tokens]. block_ids: int32 and block_starts: int32 [groups,
-    rows], as in `DeviceBatch`; block_tokens: of a block of any group. proposals: int32 [slots, tokens] and num_proposed: int32
-    [slots], what the step ahead verifies of rows whose proposals the device chose, as in `DeviceTexts`; those that are taken
-    from the board are written there. board: int32 [slots, BOARD_WORDS]; taken: int32 [slots, TAKEN_WORDS], written.
+    sampled: int64, the tokens of the step ahead. tokens, feeds, positions: int64 [tokens]; query_starts: int32 [rows + 1] and
+    context_lens: int32 [rows], as in `DeviceBatch`; draws: int64, the positions of drawn tokens; slots: int64 [groups, tokens].
+    block_ids: int32 and block_starts: int32 [groups, rows], as in `DeviceBatch`; block_tokens: of a block of any group.
+    proposals: int32 [slots, tokens] and num_proposed: int32 [slots], what the step ahead verifies of rows whose proposals the
+    device chose, as in `DeviceTexts`; those that are taken from the board are written there. board: int32 [slots, BOARD_WORDS];
+    taken: int32 [slots, TAKEN_WORDS], written.
     """
 
     sampled: torch.Tensor
     tokens: torch.Tensor
     feeds: torch.Tensor
     positions: torch.Tensor
+    query_starts: torch.Tensor
     context_lens: torch.Tensor
     draws: torch.Tensor
     slots: torch.Tensor

@@ -1,0 +1,122 @@
+"""Turns the inputs of a decode step into those of a next one that has other rows, too.
+
+advance_with_given(inputs, given)    what is new of block tables; rows of one token, one position further, or as the host says
+
+Most rows of such a step go on as in `advance_rows.py`. What the host says of the others, and of block tables, is one small
+upload: `GivenRows` has its layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.ops.backend import on_device
+from common.ops.sampling.advance_rows import advance_rows_reference
+from common.ops.sampling.open_row_inputs import StepInputs
+
+MAX_ROWS = 64
+"""Of a step: one program has all of them, since what it writes of block tables it also reads."""
+MAX_CHANGES = 128
+"""Ids of block tables."""
+HEADER = 8
+"""Words before the lists: the number of rows, and of changes."""
+GOES_ON, GIVEN, ENDS = 0, 1, 2
+"""A row continues that of the step before; is what the host says; is padding."""
+KINDS, TOKENS, FEEDS, POSITIONS = (HEADER + MAX_ROWS * index for index in range(4))
+"""Where the lists begin."""
+PLACES = HEADER + MAX_ROWS * 4
+IDS = PLACES + MAX_CHANGES
+STARTS = IDS + MAX_CHANGES
+
+CONSTANTS = {
+    "ROWS": MAX_ROWS,
+    "CHANGES": MAX_CHANGES,
+    "KINDS_AT": KINDS,
+    "TOKENS_AT": TOKENS,
+    "FEEDS_AT": FEEDS,
+    "POSITIONS_AT": POSITIONS,
+    "PLACES_AT": PLACES,
+    "IDS_AT": IDS,
+    "STARTS_AT": STARTS,
+    "IS_GIVEN": GIVEN,
+    "IS_OVER": ENDS,
+}
+"""The layout, for a kernel."""
+
+Words = TypeVar("Words", torch.Tensor, NDArray[Any])
+
+
+def given_words(num_groups: int) -> int:
+    """Return the words, int64, of an upload for a model with so many cache groups."""
+    return STARTS + MAX_ROWS * num_groups
+
+
+class GivenRows(Generic[Words]):
+    """Views of `words`, int64 [`given_words`].
+
+    head: [2], the numbers of rows and of changes. kinds, tokens, feeds, positions: [MAX_ROWS]; tokens and feeds as in
+    `step_buffers.Fields`. starts: [groups, MAX_ROWS], where the rows' tables begin. places, ids: [MAX_CHANGES], of
+    `StepInputs.block_ids`, and what is to be there. All but `kinds` and `head` are read only where they are used.
+    """
+
+    def __init__(self, words: Words, num_groups: int) -> None:
+        self.words = words
+        self.head = words[:2]
+        self.kinds = words[KINDS : KINDS + MAX_ROWS]
+        self.tokens = words[TOKENS : TOKENS + MAX_ROWS]
+        self.feeds = words[FEEDS : FEEDS + MAX_ROWS]
+        self.positions = words[POSITIONS : POSITIONS + MAX_ROWS]
+        self.places = words[PLACES : PLACES + MAX_CHANGES]
+        self.ids = words[IDS : IDS + MAX_CHANGES]
+        self.starts = words[STARTS:].reshape(num_groups, MAX_ROWS)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.starts)
+
+
+def host_given_rows(words: torch.Tensor, num_groups: int) -> GivenRows[NDArray[np.int64]]:
+    """Return the views of a buffer in host memory for whoever fills it."""
+    return GivenRows(words.numpy(), num_groups)
+
+
+def advance_with_given(inputs: StepInputs, given: GivenRows[torch.Tensor]) -> None:
+    """inputs: of a step with one token and one sample a row, sample i being that of row i, and at most `MAX_ROWS` rows; changed
+    in place, block tables among them. given: on the same device. Waits for nothing.
+
+    Rows that go on are advanced as by `advance_rows`; of those that are padding, none.
+    """
+    if on_device(inputs.positions):
+        from common.ops.sampling.given_rows_triton import advance_with_given_triton
+
+        advance_with_given_triton(inputs, given)
+    else:
+        advance_with_given_reference(inputs, given)
+
+
+def advance_with_given_reference(inputs: StepInputs, given: GivenRows[torch.Tensor]) -> None:
+    """As `advance_with_given`."""
+    num_rows, num_changes = map(int, given.head)
+    inputs.block_ids[given.places[:num_changes]] = given.ids[:num_changes].to(torch.int32)
+    capacity = len(inputs.context_lens)
+    kinds = given.kinds[:capacity]
+    ends, fresh = (kinds == ENDS).nonzero()[:, 0], (kinds == GIVEN).nonzero()[:, 0]
+    inputs.slots[:, torch.cat((ends, fresh))] = -1  # so that they are not advanced
+    advance_rows_reference(inputs)
+    for field, nothing in ((inputs.tokens, 0), (inputs.feeds, -1), (inputs.positions, 0), (inputs.context_lens, 0)):
+        field[ends] = nothing
+    inputs.block_starts[:, ends] = 0
+    inputs.tokens[fresh], inputs.feeds[fresh] = given.tokens[fresh], given.feeds[fresh]
+    place = inputs.positions[fresh] = given.positions[fresh]
+    inputs.draws[fresh] = place + 1
+    inputs.context_lens[fresh] = (place + 1).to(torch.int32)
+    inputs.block_starts[:, fresh] = given.starts[:, fresh].to(torch.int32)
+    for slots, starts in zip(inputs.slots, inputs.block_starts, strict=True):
+        blocks = inputs.block_ids[starts[fresh] + place // inputs.block_tokens].long()
+        slots[fresh] = blocks * inputs.block_tokens + place % inputs.block_tokens
+    ends_at = torch.arange(1, capacity + 1, device=inputs.query_starts.device).clamp(max=num_rows)
+    inputs.query_starts[1:] = ends_at.to(torch.int32)
