@@ -24,6 +24,8 @@ MIN_CHANCE = 0.01
 SURE = math.log1p(-MIN_CHANCE)
 TOP_TOKENS = 8
 """The likeliest tokens of a position, among which alternatives are found."""
+GREEDY_TOP_TOKENS = 4
+"""The same where nothing but the model decides: the runner-up is the second."""
 
 
 class Choice(NamedTuple):

@@ -22,11 +22,12 @@ import msgspec
 
 from common.cache.grouped_pool import GroupedPool
 from common.engine.plan import UNKNOWN, RowSamples, StepPlan, StepResult, StepRow, part_of
+from common.ops.sampling.gumbel import GREEDY_BELOW
 from common.protocol.draft_messages import DraftBranch, DraftSampling
 from common.protocol.errors import OutOfBlocks, ProtocolError
 from common.protocol.handles import WorkerRef
 from services.draft.branches import MAX_PROMPT_TABLES, Branches
-from services.draft.choices import TOP_TOKENS, Choice, drawn_in
+from services.draft.choices import GREEDY_TOP_TOKENS, TOP_TOKENS, Choice, drawn_in
 from services.draft.flights import Flights, in_places
 from services.draft.mirror import Branch, Mirror, params_of
 from services.draft.mirror_blocks import MirrorBlocks
@@ -117,7 +118,8 @@ class Drafter:
             if params != mirror.sampling:
                 self._cut(mirror, mirror.num_confirmed, mirror.num_confirmed - 1)
             mirror.sampling, mirror.is_whole, mirror.is_broken, mirror.proposed_end = params, True, False, 0
-            mirror.asking = msgspec.structs.replace(params, logprobs=TOP_TOKENS)
+            asked = GREEDY_TOP_TOKENS if params.temperature < GREEDY_BELOW else TOP_TOKENS
+            mirror.asking = msgspec.structs.replace(params, logprobs=asked)
             mirror.prompt_tokens = max(1, sampling.prompt_tokens if sampling else 1)
         self._confirm(mirror, base, tokens)
         mirror.table_due = True

@@ -22,6 +22,7 @@ class MirrorBlocks:
     def __init__(self, pool: GroupedPool) -> None:
         self.pool = pool
         self.block_tokens = pool.block_tokens
+        self._keeps_all = all(group.retention.keeps_all for group in pool.groups)
         self._late: list[tuple[int, list[BlockTable], int]] = []
 
     @property
@@ -38,9 +39,11 @@ class MirrorBlocks:
         :raises OutOfBlocks: nothing has been taken then.
         """
         blocks = -(-end // self.block_tokens)
+        if self._keeps_all and len(tables[0]) >= blocks:  # as a rule; then all groups' tables are as long
+            return
         lacking = [self._lacking(group, table, start, blocks) for group, table in zip(self.pool.groups, tables, strict=True)]
         if not any(lacking):
-            return  # as a rule
+            return
         for table, indices, fresh in zip(tables, lacking, self.pool.allocate(list(map(len, lacking))), strict=True):
             if indices:
                 table += [HOLE] * (indices[-1] + 1 - len(table))

@@ -14,6 +14,7 @@ from common.ops.sampling.given_rows import (
     GIVEN,
     GOES_ON,
     MAX_CHANGES,
+    PLACE_SHIFT,
     GivenRows,
     advance_with_given,
     given_words,
@@ -75,7 +76,7 @@ def say(rows: list[Row], given: list[int], changes: list[tuple[int, int]]) -> Gi
         host.positions[index] = row.start
         host.starts[:, index] = [(GROUPS * row.place + group) * TABLE for group in range(GROUPS)]
     for index, (place, block) in enumerate(changes):
-        host.places[index], host.ids[index] = place, block
+        host.changes[index] = (place << PLACE_SHIFT) + block
     return GivenRows(words, GROUPS)
 
 

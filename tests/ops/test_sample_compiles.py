@@ -239,7 +239,7 @@ CASES = [
             "advance_with_given_kernel",
             _WITH_GIVEN,
             {"NUM_GROUPS": groups, "BLOCK_TOKENS": 16, **CONSTANTS},
-            num_warps=1,
+            num_warps=4,
             expects=("bar",),
             forbids=("atom", "griddepcontrol.wait"),
             max_registers=128,

@@ -30,6 +30,7 @@ from common.ops.sampling.given_rows import (
     GOES_ON,
     MAX_CHANGES,
     MAX_ROWS,
+    PLACE_SHIFT,
     GivenRows,
     advance_with_given,
     given_words,
@@ -206,8 +207,11 @@ class Continuing:
             host.kinds[index], host.positions[index] = GIVEN, row.start
             host.tokens[index], host.feeds[index] = (0, row.feed) if row.feed >= 0 else (row.tokens[0], -1)
             host.starts[:, index] = step.first_blocks[:, index]
-        host.places[: len(places)], host.ids[: len(ids)] = places, ids
-        self._given.words.copy_(staging, non_blocking=True)
+        if num_changes := len(places):
+            np.left_shift(places, PLACE_SHIFT, out=host.changes[:num_changes])
+            host.changes[:num_changes] += ids
+        used = host.used(num_changes)
+        self._given.words[:used].copy_(staging[:used], non_blocking=True)
 
     def _launch(self, shape: StepShape, *, has_given: bool, is_captured: bool) -> None:
         graph = self._graphs.get((shape, has_given))

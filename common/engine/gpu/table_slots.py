@@ -138,8 +138,8 @@ class TableSlots:
         was room."""
         self._turn += 1
         found = list(map(self._slot_of.get, step.versions))
-        self._used[[slot for slot in found if slot is not None]] = self._turn
         if None in found:
+            self._used[[slot for slot in found if slot is not None]] = self._turn
             for index in order:
                 version = step.versions[index]
                 slot = self._slot_of.get(version)
@@ -155,6 +155,7 @@ class TableSlots:
                     self._held[slot], self._used[slot] = 0, self._turn
                 found[index] = slot
         self._versions, self._slots = step.versions, np.array(found, np.int64)
+        self._used[self._slots] = self._turn
         return True
 
     def _extend(self, slot: int, table: list[int], length: int, num_blocks: int) -> bool:

@@ -1,4 +1,4 @@
-"""`advance_with_given` in Triton: one program, a thread for each row."""
+"""`advance_with_given` in Triton: one program, since what it writes of block tables it also reads."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -34,18 +34,16 @@ def advance_with_given_kernel(
     TOKENS_AT: tl.constexpr,
     FEEDS_AT: tl.constexpr,
     POSITIONS_AT: tl.constexpr,
-    PLACES_AT: tl.constexpr,
-    IDS_AT: tl.constexpr,
     STARTS_AT: tl.constexpr,
+    PLACE_SHIFT: tl.constexpr,
     IS_GIVEN: tl.constexpr,
     IS_OVER: tl.constexpr,
 ):
     num_rows = tl.load(given)
     change = tl.arange(0, CHANGES)
     is_change = change < tl.load(given + 1)
-    place_of = tl.load(given + PLACES_AT + change, mask=is_change, other=0)
-    block_id = tl.load(given + IDS_AT + change, mask=is_change, other=0)
-    tl.store(block_ids + place_of, block_id.to(tl.int32), mask=is_change)
+    word = tl.load(given + STARTS_AT + NUM_GROUPS * ROWS + change, mask=is_change, other=0)
+    tl.store(block_ids + (word >> PLACE_SHIFT), word.to(tl.int32), mask=is_change)  # its low half
     tl.debug_barrier()  # what follows reads them, in other threads
 
     row = tl.arange(0, ROWS)
@@ -94,5 +92,5 @@ def advance_with_given_triton(inputs: StepInputs, given: GivenRows[torch.Tensor]
         NUM_GROUPS=len(inputs.slots),
         BLOCK_TOKENS=inputs.block_tokens,
         **CONSTANTS,
-        num_warps=1,
+        num_warps=4,
     )
