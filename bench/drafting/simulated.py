@@ -10,8 +10,8 @@ The target's next step takes what has come --margin-ms before the one that runs 
 behind --percent of all tokens, and its second choice is behind half of the others.
 
 Columns: tokens per second over those without proposals; steps that verify something; tokens accepted of those, and by step that
-verifies; time from a draft step to the next; its rows; draft steps with the rows of the one before, one token further, which an
-engine on a GPU need not pack.
+verifies; time from a draft step to the next; its rows; draft steps with the rows of the one before, one token further, of which
+the host of a GPU has nothing to say.
 """
 
 from __future__ import annotations
