@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from common.ops import backend
-from common.ops.sampling.given_rows import (
+from common.ops.sampling.given_row_layout import (
     ENDS,
     GIVEN,
     GOES_ON,
     MAX_CHANGES,
     PLACE_SHIFT,
     GivenRows,
-    advance_with_given,
     given_words,
     host_given_rows,
 )
+from common.ops.sampling.given_rows import advance_with_given
 from common.ops.sampling.open_row_inputs import StepInputs
 from tests.ops.test_open_rows import BLOCK_TOKENS, inputs
 

@@ -6,7 +6,7 @@ import pytest
 
 from common.ops.lookup.device_texts import MAX_PROPOSAL
 from common.ops.sampling.board_layout import BOARD_WORDS, LINE_TOKENS, LINES, TAKEN_HEADER, TAKEN_WORDS
-from common.ops.sampling.given_rows import CONSTANTS
+from common.ops.sampling.given_row_layout import CONSTANTS
 from common.ops.sampling.open_row_inputs import HEADER, MAX_VERIFIED
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
 

@@ -24,7 +24,7 @@ from common.engine.plan import StepRow
 from common.engine.sampling import asks_alike
 from common.ops.attention.work_list import DeviceRow
 from common.ops.sampling.advance_rows import advance_rows
-from common.ops.sampling.given_rows import (
+from common.ops.sampling.given_row_layout import (
     ENDS,
     GIVEN,
     GOES_ON,
@@ -32,10 +32,10 @@ from common.ops.sampling.given_rows import (
     MAX_ROWS,
     PLACE_SHIFT,
     GivenRows,
-    advance_with_given,
     given_words,
     host_given_rows,
 )
+from common.ops.sampling.given_rows import advance_with_given
 from common.ops.sampling.open_row_inputs import StepInputs
 
 _MOST_SPARE = 4

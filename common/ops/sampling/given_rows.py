@@ -3,95 +3,24 @@
 advance_with_given(inputs, given)    what is new of block tables; rows of one token, one position further, or as the host says
 
 Most rows of such a step go on as in `advance_rows.py`. What the host says of the others, and of block tables, is one small
-upload: `GivenRows` has its layout.
+upload: `given_row_layout.py` has its layout.
 """
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from common.ops.backend import on_device
 from common.ops.sampling.advance_rows import advance_rows_reference
+from common.ops.sampling.given_row_layout import ENDS, GIVEN, PLACE_SHIFT, GivenRows
 from common.ops.sampling.open_row_inputs import StepInputs
-
-MAX_ROWS = 64
-"""Of a step: one program has all of them, since what it writes of block tables it also reads."""
-MAX_CHANGES = 1024
-"""Ids of block tables: of two texts of 8,192 tokens in blocks of 16, or one id each of many."""
-HEADER = 8
-"""Words before the lists: the number of rows, and of changes."""
-GOES_ON, GIVEN, ENDS = 0, 1, 2
-"""A row continues that of the step before; is what the host says; is padding."""
-KINDS, TOKENS, FEEDS, POSITIONS = (HEADER + MAX_ROWS * index for index in range(4))
-"""Where the lists begin."""
-STARTS = HEADER + MAX_ROWS * 4
-PLACE_SHIFT = 32
-"""Of a place among the ids of block tables, in a word whose low half is the id."""
-
-CONSTANTS = {
-    "ROWS": MAX_ROWS,
-    "CHANGES": MAX_CHANGES,
-    "KINDS_AT": KINDS,
-    "TOKENS_AT": TOKENS,
-    "FEEDS_AT": FEEDS,
-    "POSITIONS_AT": POSITIONS,
-    "STARTS_AT": STARTS,
-    "PLACE_SHIFT": PLACE_SHIFT,
-    "IS_GIVEN": GIVEN,
-    "IS_OVER": ENDS,
-}
-"""The layout, for a kernel."""
-
-Words = TypeVar("Words", torch.Tensor, NDArray[Any])
-
-
-def given_words(num_groups: int) -> int:
-    """Return the words, int64, of an upload for a model with so many cache groups."""
-    return STARTS + MAX_ROWS * num_groups + MAX_CHANGES
-
-
-class GivenRows(Generic[Words]):
-    """Views of `words`, int64 [`given_words`].
-
-    head: [2], the numbers of rows and of changes. kinds, tokens, feeds, positions: [MAX_ROWS]; tokens and feeds as in
-    `step_buffers.Fields`. starts: [groups, MAX_ROWS], where the rows' tables begin. changes: [MAX_CHANGES], of
-    `StepInputs.block_ids`: the place of each shifted by `PLACE_SHIFT`, plus the id that is to be there. All but `kinds` and
-    `head` are read only where they are used. Nothing behind the first `used` words is.
-    """
-
-    def __init__(self, words: Words, num_groups: int) -> None:
-        self.words = words
-        self.head = words[:2]
-        self.kinds = words[KINDS : KINDS + MAX_ROWS]
-        self.tokens = words[TOKENS : TOKENS + MAX_ROWS]
-        self.feeds = words[FEEDS : FEEDS + MAX_ROWS]
-        self.positions = words[POSITIONS : POSITIONS + MAX_ROWS]
-        end = STARTS + MAX_ROWS * num_groups
-        self.starts = words[STARTS:end].reshape(num_groups, MAX_ROWS)
-        self.changes = words[end:]
-
-    @property
-    def num_groups(self) -> int:
-        return len(self.starts)
-
-    def used(self, num_changes: int) -> int:
-        return len(self.words) - MAX_CHANGES + num_changes
-
-
-def host_given_rows(words: torch.Tensor, num_groups: int) -> GivenRows[NDArray[np.int64]]:
-    """Return the views of a buffer in host memory for whoever fills it."""
-    return GivenRows(words.numpy(), num_groups)
 
 
 def advance_with_given(inputs: StepInputs, given: GivenRows[torch.Tensor]) -> None:
-    """inputs: of a step with one token and one sample a row, sample i being that of row i, and at most `MAX_ROWS` rows; changed
-    in place, block tables among them. given: on the same device. Waits for nothing.
+    """Advance the rows that go on as `advance_rows` does, and write the others as `given` has them. Waits for nothing.
 
-    Rows that go on are advanced as by `advance_rows`; of those that are padding, none.
+    inputs: of a step with one token and one sample a row, sample i being that of row i, and at most `MAX_ROWS` rows; changed
+    in place, block tables among them. given: on the same device.
     """
     if on_device(inputs.positions):
         from common.ops.sampling.given_rows_triton import advance_with_given_triton

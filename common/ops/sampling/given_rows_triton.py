@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.ops.sampling.given_rows import CONSTANTS, GivenRows
+from common.ops.sampling.given_row_layout import CONSTANTS, GivenRows
 from common.ops.sampling.open_row_inputs import StepInputs
 
 
