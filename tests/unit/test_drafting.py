@@ -22,6 +22,7 @@ from common.protocol.errors import ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
 from services.draft.branches import Branches
+from services.draft.choices import GREEDY_TOP_TOKENS, TOP_TOKENS
 from services.draft.drafting import Drafter
 from services.draft.flights import Flights
 from services.draft.proposer import MirrorKey
@@ -522,6 +523,14 @@ def test_mirrors_have_equal_shares_of_the_branches(num_mirrors: int, each: int) 
     assert bool(site.drafter.branches.num_tokens) == bool(each)
     asked = {row.sampling.logprobs >= 0 for plan in site.plans for row in plan.rows}
     assert asked == {each > 0}, "the likeliest tokens are asked for where they are of use"
+
+
+@pytest.mark.parametrize(("said", "asked"), [(DraftSampling(), GREEDY_TOP_TOKENS), (sampling(1), TOP_TOKENS)])
+def test_greedy_texts_ask_for_fewer_of_the_likeliest_tokens(said: DraftSampling, asked: int) -> None:
+    site = Site(num_branches=4)
+    site.drafter.update(key(0), 0, [1], said)
+    site.settle()
+    assert {row.sampling.logprobs for plan in site.plans for row in plan.rows} == {asked}
 
 
 def test_branches_beyond_a_share_go_when_another_mirror_comes() -> None:

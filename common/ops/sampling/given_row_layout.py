@@ -69,6 +69,7 @@ class GivenRows(Generic[Words]):
         return len(self.starts)
 
     def used(self, num_changes: int) -> int:
+        """Return how many of the words a step with so many changes has."""
         return len(self.words) - MAX_CHANGES + num_changes
 
 
