@@ -26,8 +26,8 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSample
     """logits: float32 [samples, vocab] on the CPU, the samples of all rows one after the other; left as they are. Samples whose
     logits are not all finite are `NO_TOKEN`.
 
-    Rows that are `penalised` bring their history, constrained ones their output. Samples of a row
-    behind the first that differs from the proposed token are not drawn, since verification drops them.
+    Rows that are `penalised` bring their history, constrained ones their output. Samples of a row behind the first that differs
+    from the proposed token are not drawn, since verification drops them.
     """
     values, masks = logits.numpy(), fill_masks(rows, logits.shape[1])
     words = {} if masks is None else dict(zip(masks.samples.tolist(), masks.words, strict=True))

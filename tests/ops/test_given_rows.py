@@ -17,7 +17,6 @@ from common.ops.sampling.given_row_layout import (
     PLACE_SHIFT,
     GivenRows,
     given_words,
-    host_given_rows,
 )
 from common.ops.sampling.given_rows import advance_with_given
 from common.ops.sampling.open_row_inputs import StepInputs
@@ -67,7 +66,7 @@ def pack(step: StepInputs, rows: list[Row]) -> None:
 def say(rows: list[Row], given: list[int], changes: list[tuple[int, int]]) -> GivenRows[torch.Tensor]:
     """What is not written is nonsense: nobody may read it."""
     words = torch.full((given_words(GROUPS),), -77)
-    host = host_given_rows(words, GROUPS)
+    host = GivenRows(words.numpy(), GROUPS)
     host.head[:] = len(rows), len(changes)
     host.kinds[: len(rows)], host.kinds[len(rows) :] = GOES_ON, ENDS
     for index in given:

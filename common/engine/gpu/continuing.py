@@ -33,15 +33,14 @@ from common.ops.sampling.given_row_layout import (
     PLACE_SHIFT,
     GivenRows,
     given_words,
-    host_given_rows,
 )
 from common.ops.sampling.given_rows import advance_with_given
 from common.ops.sampling.open_row_inputs import StepInputs
 
 _MOST_SPARE = 4
-"""Rows that a step has room for, whatever it uses of them."""
+"""A step may stay in a shape of so many rows, however few it has."""
 _SPARE_STEPS = 8
-"""Steps in a shape that is larger than they need, after which one is packed in its own."""
+"""After so many steps in a shape that is larger than they need, one is packed in its own."""
 _NO_CHANGES = np.zeros(0, np.int64), np.zeros(0, np.int32)
 _NOTHING = torch.zeros(0, dtype=torch.uint8)
 
@@ -101,7 +100,7 @@ class Continuing:
         num_groups, device = len(tables.num_blocks), tables.ids.device
         words = given_words(num_groups)
         staging = [torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(depth)]
-        self._staging = [(one, host_given_rows(one, num_groups)) for one in staging]
+        self._staging = [(one, GivenRows(one.numpy(), num_groups)) for one in staging]
         self._given = GivenRows(torch.zeros(words, dtype=torch.int64, device=device), num_groups)
         self._turn = 0
 
@@ -126,8 +125,7 @@ class Continuing:
         if known is None:
             return None
         spare_steps = self._spare_steps(rows, known)
-        given = None if spare_steps is None else self._given_rows(rows, known.rows)
-        if spare_steps is None or given is None:
+        if spare_steps is None or (given := self._given_rows(rows, known.rows)) is None:
             return None
         first_blocks = self._tables.place(rows).starts
         if first_blocks is not known.first_blocks:
@@ -153,7 +151,7 @@ class Continuing:
                 changes = found
             else:
                 self._tables.apply(_NOTHING)
-        has_given = bool(following.given) or changes is not _NO_CHANGES or len(step.rows) != following.num_before
+        has_given = bool(following.given) or len(changes[0]) > 0 or len(step.rows) != following.num_before
         if has_given:
             self._send(following, *changes)
         self._launch(step.shape, has_given=has_given, is_captured=is_captured)

@@ -43,7 +43,7 @@ class Settling:
     def inputs(
         self, fields: Fields[torch.Tensor], sampler: DeviceSampler, block_ids: torch.Tensor, block_tokens: int
     ) -> StepInputs:
-        """Return where a step that is laid out as `fields` has what is changed of it on the device."""
+        """Return the tensors of a step, laid out as `fields`, that the device changes before the graph of the step runs."""
         proposals, num_proposed = self.proposals
         return StepInputs(
             sampled=sampler.sampled,

@@ -1,10 +1,9 @@
-"""What the host says of a step whose other rows go on; see `given_rows.py`."""
+"""The layout of an upload with the rows of a step that do not go on from the step before; see `given_rows.py`."""
 
 from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -34,7 +33,7 @@ CONSTANTS = {
     "IS_GIVEN": GIVEN,
     "IS_OVER": ENDS,
 }
-"""The layout, for a kernel."""
+"""The same as arguments of the kernel, which reads no globals."""
 
 Words = TypeVar("Words", torch.Tensor, NDArray[Any])
 
@@ -64,15 +63,6 @@ class GivenRows(Generic[Words]):
         self.starts = words[STARTS:end].reshape(num_groups, MAX_ROWS)
         self.changes = words[end:]
 
-    @property
-    def num_groups(self) -> int:
-        return len(self.starts)
-
     def used(self, num_changes: int) -> int:
         """Return how many of the words a step with so many changes has."""
         return len(self.words) - MAX_CHANGES + num_changes
-
-
-def host_given_rows(words: torch.Tensor, num_groups: int) -> GivenRows[NDArray[np.int64]]:
-    """Return the views of a buffer in host memory for whoever fills it."""
-    return GivenRows(words.numpy(), num_groups)
