@@ -74,10 +74,14 @@ CASES: tuple[tuple[int, int, int, Op, slice | Kind], ...] = (
     (512, 2048, 300, "gated", slice(1)),
     (512, 2048, 300, "gated", "unpacking"),
     (328, 1000, 70, "split", "unpacking"),
+    (9504, 1792, 7, "gated", "streaming"),
+    (9504, 1792, 16, "gated", "streaming"),
+    (2080, 4096, 13, "split", "streaming"),
 )
 """Outputs, inputs, rows, op, and which of the candidates: by place, or all of a kind."""
-MAX_ERROR = 0.04
-"""Of a result, in standard deviations of the results: bf16 rounds one between 8 and 16, as gated ones are, by up to 0.031."""
+MAX_ERROR = 0.06
+"""Of a result, in standard deviations of the results: bf16 rounds one between 8 and 16, as gated ones are, by up to 0.031, and
+weights that are scaled before the product are rounded, too. Over 14 seeds the largest was 0.045."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -110,7 +114,8 @@ def random_weight(code: Code, group: int, offsets: bool, size: int, depth: int, 
 
 
 def check(device: torch.device) -> list[str]:
-    """Compare the kernels with the reference, for few rows and many. Returns what is wrong."""
+    """Compare the kernels with the reference, for few rows and many, on the same numbers each time. Returns what is wrong."""
+    torch.manual_seed(0)
     jobs: list[tuple[str, Callable[[], float]]] = []
     for code, group, offsets in CHECKED:
         for size, depth, rows, op, which in CASES:

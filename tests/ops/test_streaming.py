@@ -27,7 +27,7 @@ def test_linears_of_8b_have_candidates_that_is_fastest(op: Op, n: int, k: int) -
     assert all(one.warps % one.parts == 0 for one in found)
 
 
-@pytest.mark.parametrize(("rows", "in_bytes"), [(1, {False, True}), (4, {False, True}), (8, {False})])
+@pytest.mark.parametrize(("rows", "in_bytes"), [(1, {False, True}), (4, {False, True}), (8, {False}), (16, {False})])
 def test_few_rows_multiply_integers_as_bytes(rows: int, in_bytes: set[bool]) -> None:
     found = streaming_candidates(shape("gated", 28672, 4096), rows, SMS)
     assert {one.in_bytes for one in found} == in_bytes
@@ -60,8 +60,19 @@ def test_other_shapes_are_left_to_other_kernels(other: Shape) -> None:
     assert not streaming_candidates(other, 1, SMS)
 
 
-def test_more_rows_than_the_product_has_columns_are_left_to_other_kernels() -> None:
-    assert not streaming_candidates(shape("split", 4096, 4096), 16, SMS)
+def test_more_rows_than_twice_the_columns_of_a_product_are_left_to_other_kernels() -> None:
+    assert streaming_candidates(shape("split", 4096, 4096), 16, SMS)
+    assert not streaming_candidates(shape("split", 4096, 4096), 32, SMS)
+
+
+def test_steps_under_way_are_what_there_are_registers_for() -> None:
+    """In bytes, in bf16 of eight rows and of sixteen."""
+    for group, stages in ((128, (2, 1, 1)), (64, (3, 3, 2))):
+        given = shape("gated", 28672, 4096, group)
+        few, many = streaming_candidates(given, 4, SMS), streaming_candidates(given, 16, SMS)
+        assert {one.stages for one in few if one.in_bytes} == {stages[0]}
+        assert {one.stages for one in few if not one.in_bytes} == {stages[1]}
+        assert {one.stages for one in many} == {stages[2]}
 
 
 def test_a_large_weight_is_measured_beside_other_kernels() -> None:

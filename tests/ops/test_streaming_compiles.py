@@ -22,6 +22,7 @@ def case(
     warps: int = 4,
     stages: int = 2,
     byte_rows: int = 0,
+    tiles: int = 1,
 ) -> KernelCase:
     signature = {"x": "*bf16", "weight": "*u8", "scales": "*i32", "channel": "*fp32", "N": "i32:16", "K": "i32:16"}
     signature |= dict.fromkeys(SIZES, "i32") | {"out": "*bf16" if gated else "*fp32"}
@@ -34,7 +35,7 @@ def case(
     }
     held = 16 if byte_rows else 0
     shared = f".shared .align 16 .b8 penstock_x[{max(16, byte_rows * held * (run * 4 + 16))}]; mov.u32 $0, penstock_x;"
-    constants |= {"ROWS": byte_rows, "HELD": held, "SHARED": shared}
+    constants |= {"TILES": tiles, "ROWS": byte_rows, "HELD": held, "SHARED": shared}
     constants |= {"STAGES": stages, "EARLY": gated, "PDL": True, "bias": None}
     if offsets:
         signature["offsets"] = "*i32"
@@ -55,14 +56,18 @@ def case(
 
 
 CASES = [
-    case("awq-gated", offsets=True, gated=True),
-    case("awq-split", offsets=True),
-    case("awq-parts", offsets=True, parts=4),
-    case("int4-128", parts=2),
+    case("awq-gated", offsets=True, gated=True, stages=1),
+    case("awq-split", offsets=True, stages=1),
+    case("awq-parts", offsets=True, parts=4, stages=1),
+    case("int4-128", parts=2, stages=1),
     case("int4-64", run=64, stages=3, parts=8, warps=8),
     case("awq-gated-bytes", offsets=True, gated=True, byte_rows=1),
     case("awq-parts-bytes-of-4-rows", offsets=True, parts=4, byte_rows=4),
     case("int4-64-bytes-of-2-rows", run=64, stages=3, parts=8, warps=8, byte_rows=2),
+    case("awq-gated-16-rows", offsets=True, gated=True, stages=1, tiles=2),
+    case("awq-parts-16-rows", offsets=True, parts=4, stages=1, tiles=2),
+    case("int4-64-16-rows", run=64, stages=2, parts=8, warps=8, tiles=2),
+    case("nf4-64-16-rows", run=64, code=2, stages=2, tiles=2),
     case("nf4-64", run=64, code=2, stages=3),
     case("fp4-64-gated", run=64, code=1, gated=True, stages=3),
 ]

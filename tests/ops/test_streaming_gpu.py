@@ -29,12 +29,12 @@ MAX_ERROR = 0.03
     ("code", "group", "offsets"), [("int4", 128, True), ("int4", 128, False), ("int4", 64, True), ("nf4", 64, False)]
 )
 def test_every_candidate(code: Code, group: int, offsets: bool, op: Op) -> None:
-    """Tiles that fill no program, splits of unequal lengths, one row to eight."""
+    """Tiles that fill no program, splits of unequal lengths, one row to sixteen."""
     torch.manual_seed(0)
     for size, depth in ((9504, 1792), (2080, 4096)):
         weight = random_weight(code, group, size, depth, offsets=offsets)
         assert weight.grouped is not None
-        for rows in (1, 2, 5, 8):
+        for rows in (1, 5, 8, 9, 16):
             x = torch.randn(rows, depth, device="cuda").bfloat16()
             meant = linear_grouped_reference(x, weight.grouped, weight.bias, torch.float32)
             if op == "gated":
@@ -49,7 +49,7 @@ def test_every_candidate(code: Code, group: int, offsets: bool, op: Op) -> None:
                 assert ((result - meant).abs() / (meant.abs() + meant.std())).max() < MAX_ERROR, chosen
 
 
-@pytest.mark.parametrize(("rows", "in_bytes"), [(8, False), (4, True)])
+@pytest.mark.parametrize(("rows", "in_bytes"), [(16, False), (8, False), (4, True)])
 def test_activations_of_other_rows_change_nothing(rows: int, in_bytes: bool) -> None:
     """A row's results are the same, bit for bit, alone and beside others that are not numbers."""
     torch.manual_seed(0)

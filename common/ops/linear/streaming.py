@@ -12,16 +12,20 @@ from common.ops.linear.unpacking import CODES
 from common.ops.linear.weight import LinearWeight
 from common.ops.sizes import cdiv, next_power_of_2
 
-MOST_ROWS = 8
-"""`mma.sync` has eight columns."""
+_COLUMNS = 8
+"""Activation rows of `mma.sync`."""
+MOST_ROWS = 2 * _COLUMNS
+"""For which a thread has registers."""
 MOST_BYTE_ROWS = 4
 """Of which each takes two columns."""
 _SHARED_BYTES = 48 * 1024
 """That a kernel can declare."""
 _ROWS = 16
 """Weight rows of a warp."""
-_STAGES = {64: 3, 128: 2}
-"""Steps that a warp has under way, by the inputs that share a scale: as many as there are registers for."""
+_BYTE_STAGES = {64: 3, 128: 2}
+_STAGES = {(64, 1): 3, (64, 2): 2, (128, 1): 1, (128, 2): 1}
+"""Steps that a warp has under way, by the inputs that share a scale and, in bf16, by how often there are eight activation rows:
+no more than there are registers for. In a model one step of 256 inputs is faster than two, but for activations in bytes."""
 _REGISTERS = 128
 """Of a thread, so that `_AT_ONCE` warps fit on a multiprocessor: those of the usual shapes then run all at once."""
 _AT_ONCE = 16
@@ -39,7 +43,7 @@ _WARPS = 4
 
 def takes_shape(shape: Shape) -> bool:
     """Can the kernel multiply bf16 activations by such a weight in groups?"""
-    if shape.bits != 4 or shape.group not in _STAGES or shape.activation_bytes != 2:
+    if shape.bits != 4 or shape.group not in _BYTE_STAGES or shape.activation_bytes != 2:
         return False
     return shape.k % (2 * shape.group) == 0 and shape.n % (2 * _ROWS) == 0
 
@@ -48,15 +52,19 @@ def streaming_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidat
     """Return what is worth a measurement for `rows`, a bucket."""
     if rows > MOST_ROWS or not takes_shape(shape):
         return []
-    cuts = _cuts(shape, num_sms)
+    in_bytes = [replace(one, in_bytes=True) for one in _cut(shape, num_sms, _BYTE_STAGES[shape.group])]
+    in_floats = _cut(shape, num_sms, _STAGES[shape.group, cdiv(rows, _COLUMNS)])
+    return [one for one in in_bytes if _takes_bytes(shape, rows, one)] + in_floats
+
+
+def _cut(shape: Shape, num_sms: int, stages: int) -> list[Candidate]:
+    cuts = _cuts(shape, num_sms, stages)
     if _warps(shape, num_sms, cuts) < _FEWEST:
         return []
-    found = [
-        Candidate("streaming", splits=splits, warps=max(_WARPS, parts), stages=_STAGES[shape.group], parts=parts)
+    return [
+        Candidate("streaming", splits=splits, warps=max(_WARPS, parts), stages=stages, parts=parts)
         for parts, splits in _ways(shape, cuts)
     ]
-    in_bytes = [replace(one, in_bytes=True) for one in found if _takes_bytes(shape, rows, one)]
-    return in_bytes + found
 
 
 def _takes_bytes(shape: Shape, rows: int, candidate: Candidate) -> bool:
@@ -76,9 +84,9 @@ def _byte_memory(rows: int, steps: int, run: int) -> int:
     return rows * steps * 2 * (2 * run + 8)
 
 
-def _cuts(shape: Shape, num_sms: int) -> int:
+def _cuts(shape: Shape, num_sms: int, stages: int) -> int:
     """Into how many pieces inputs are cut: no more than run at once, as many as do not add many turns to all warps' loops."""
-    steps, stages = shape.k // (2 * shape.group), _STAGES[shape.group]
+    steps = shape.k // (2 * shape.group)
     at_once = min(int(_AT_ONCE / _warps(shape, num_sms, 1)), steps // stages)
     turns = {cuts: cuts * cdiv(cdiv(steps, cuts), stages) for cuts in range(1, at_once + 1) if _ways(shape, cuts)}
     return max((cuts for cuts in turns if turns[cuts] <= _MOST_TURNS * min(turns.values())), default=1)
@@ -102,7 +110,7 @@ def _warps(shape: Shape, num_sms: int, cuts: int) -> float:
 
 
 def linear_streaming(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
-    """x: bf16 [rows, in_features], at most 8 rows (4 in bytes), columns in the weight's order. Returns as `linear_dot` does."""
+    """x: bf16 [rows, in_features], up to 16 rows (4 in bytes), columns in the weight's order. Returns as `linear_dot` does."""
     from common.ops.linear.parts_triton import output_of, summed  # needs Triton, which choosing does not
     from common.ops.linear.streaming_gluon import streaming_kernel
 
@@ -136,6 +144,7 @@ def linear_streaming(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Cand
         WARPS=chosen.warps,
         PARTS=chosen.parts,
         STAGES=chosen.stages,
+        TILES=cdiv(rows, _COLUMNS),
         ROWS=byte_rows,
         HELD=held,
         SHARED=f".shared .align 16 .b8 penstock_x[{shared}]; mov.u32 $0, penstock_x;",
