@@ -27,6 +27,7 @@ from services.draft.mirror import Mirror
 from services.draft.model_actor import MAX_FAILURES, MAX_PROBLEM_CHARS, ModelDraftActor
 from services.draft.model_engine import DraftEngine, open_draft_engine
 from tests.actors.test_draft import Decoder, running, until
+from tests.fixtures.slow import some_slow
 from tests.fixtures.tiny_model import edit_config, write_tiny_model
 
 NUM_BLOCKS = 64
@@ -137,7 +138,7 @@ def disturbed(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.05])
+@pytest.mark.parametrize("temperature", some_slow([0.0, 0.05], quick=[0.05]))
 async def test_where_another_model_is_wrong_its_branches_are_right_now_and_then_and_no_token_changes(
     temperature: float, make: Callable[..., ModelDraftActor], model: Path, tmp_path: Path
 ) -> None:

@@ -161,7 +161,7 @@ async def test_a_step_that_raises_ends_the_request_that_it_raises_for(site: Site
     await site.clean()
 
 
-@pytest.mark.parametrize("with_prefill", [False, True])
+@pytest.mark.parametrize("with_prefill", some_slow([False, True], quick=[True]))
 async def test_bad_requests_in_a_row_end_no_idle_worker(site: Site, with_prefill: bool) -> None:
     broken = chaos(f"raise={POISON}")
     await start(site, decode=broken, prefill=broken if with_prefill else None)
@@ -188,6 +188,7 @@ async def test_a_step_that_raises_once_ends_nothing(site: Site, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("decode_s", "prefill_s"), some_slow([(3600, -3600), (-30, 30)], quick=[(3600, -3600)]))
+@pytest.mark.slow
 async def test_wall_clocks_may_be_off(site: Site, decode_s: int, prefill_s: int) -> None:
     await start(site, decode=chaos(f"clock={decode_s}"), prefill=chaos(f"clock={prefill_s}"))
     async with site.crowd(timeout=20) as crowd:
@@ -199,6 +200,7 @@ async def test_wall_clocks_may_be_off(site: Site, decode_s: int, prefill_s: int)
     await site.clean()
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_was_stopped_goes_on_with_every_stream(site: Site, smollm2: ModelFiles) -> None:
     site.stack.engine_flags += ("--time-scale", "1")
     site.jobs = simulated_jobs(smollm2, tokens=LONG_STREAM_TOKENS)  # decode workers send tokens while it is stopped

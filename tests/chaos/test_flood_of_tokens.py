@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import psutil
+import pytest
 import pytest_asyncio
 
 from common.models.source import ModelFiles
@@ -35,6 +36,7 @@ async def metric(stack: Stack, worker: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
 
 
+@pytest.mark.slow
 async def test_a_gateway_behind_its_engines_keeps_its_memory_and_computes_nothing_twice(
     stack: Stack, smollm2: ModelFiles
 ) -> None:

@@ -144,6 +144,7 @@ async def test_operations_that_fail_and_bytes_that_are_wrong_change_no_token(tmp
         await until_read(hosts)
 
 
+@pytest.mark.slow
 async def test_a_store_that_is_killed_at_any_moment_costs_no_token(tmp_path: Path):
     async with world(tmp_path) as hosts:
         await hosts.shared_crowd(10)

@@ -62,6 +62,7 @@ async def bench(*words: str, **environment: str) -> subprocess.CompletedProcess[
     return await anyio.to_thread.run_sync(run)
 
 
+@pytest.mark.slow
 async def test_what_lookup_and_a_draft_worker_gave(stack: Stack, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert (await bench("--nats-url", stack.nats_url)).returncode == 0  # what was before does not count
@@ -120,6 +121,7 @@ async def test_a_gateway_that_requires_keys_is_asked_with_the_key_everywhere(sta
     assert await counted(stack, "decode", GENERATED) == before, "nothing was generated"
 
 
+@pytest.mark.slow
 async def test_a_draft_worker_that_dies_during_the_load_is_named(stack: Stack) -> None:
     draft = "draft-0"
     before = await counted(stack, "decode", GENERATED)

@@ -120,6 +120,7 @@ async def test_drafts_of_the_targets_own_weights_are_accepted_and_change_no_toke
     assert stack.presence(draft).vocabulary
 
 
+@pytest.mark.slow
 async def test_a_killed_draft_worker_changes_nothing(stack: Stack, small: Path) -> None:
     undisturbed = await answers(stack, 200)
     draft = await start_draft(stack, small)

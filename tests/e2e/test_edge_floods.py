@@ -87,7 +87,7 @@ def rss(stack: Stack) -> int:
     return psutil.Process(stack.processes["gateway-0"].pid).memory_info().rss
 
 
-@pytest.mark.parametrize("name", some_slow(BODIES, quick=("ids", "parts")))
+@pytest.mark.parametrize("name", some_slow(BODIES, quick=("parts",)))
 async def test_huge_bodies_over_http_disturb_nobody(stack: Stack, name: str) -> None:
     path, body = BODIES[name]
     codes: Counter[str] = Counter()
@@ -160,6 +160,7 @@ async def test_large_whole_answers_disturb_nobody(stack: Stack, kind: str) -> No
 
 
 @pytest.mark.parametrize("shape", some_slow(["ids", "text", "choices"], quick=("ids",)))
+@pytest.mark.slow
 async def test_many_long_prompts_disturb_nobody(stack: Stack, shape: str) -> None:
     """A million tokens in one request, all of them valid."""
     long = [1000 + number % 9000 for number in range(8000)]

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import anyio
+import pytest
 import pytest_asyncio
 
 from common.models.source import ModelFiles
@@ -32,6 +33,7 @@ async def stack(nats_server: str, tmp_path: Path, smollm2: ModelFiles) -> AsyncI
             await stack.stop()
 
 
+@pytest.mark.slow
 async def test_two_workers_and_a_store_fill_it_and_nobody_dies(stack: Stack, smollm2: ModelFiles) -> None:
     await stack.start("gateway", "--direct-max-tokens", "-1")
     for role in ("prefill", "decode"):

@@ -233,6 +233,7 @@ async def check_a_kill(site: Site, gateway: str) -> None:
     await stack.clean()
 
 
+@pytest.mark.slow
 async def test_a_decode_worker_killed_while_its_head_drafts_changes_no_token(site: Site) -> None:
     await check_a_kill(site, "gateway-0")
 

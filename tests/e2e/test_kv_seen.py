@@ -107,6 +107,7 @@ async def penstock(stack: Stack, *words: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 async def test_a_hand_off_is_bytes_that_came_and_nothing_computed_again(stack: Stack) -> None:
     before = {name: await measured(stack, name) for name in ("decode-0", "decode-1")}
     one = await explained(stack, await complete(stack, PROMPT))

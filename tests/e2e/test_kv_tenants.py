@@ -45,6 +45,7 @@ async def cached_tokens(stack: Stack, tenant: str, prompt: list[int]) -> int:
     return reply.usage["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 async def test_one_tenants_flood_does_not_take_what_another_has_less_than_its_share_of(
     nats_server_factory: Callable[[], LocalNatsServer], tmp_path: Path, smollm2: ModelFiles
 ) -> None:

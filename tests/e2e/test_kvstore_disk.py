@@ -96,6 +96,7 @@ async def test_a_prefix_outlives_its_prefill_worker_and_then_everything(
         assert (cached_tokens(other), other.text) == (0, cold[2].text), "not under another salt, in any tier"
 
 
+@pytest.mark.slow
 async def test_a_store_killed_while_it_writes_never_changes_a_token(
     nats_server: str, tmp_path: Path, smollm2: ModelFiles
 ) -> None:

@@ -53,6 +53,7 @@ async def routes(stack: Stack) -> dict[str, float]:
     return {line.split('reason="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 
+@pytest.mark.slow
 async def test_prompts_that_prefill_would_be_late_for_give_the_same_text_from_decode(stack: Stack, tmp_path: Path) -> None:
     folder = str(tmp_path / "llama")
     oracle = Oracle(build("llama"), load_tokenizer(resolve(folder)))
@@ -73,6 +74,7 @@ async def test_prompts_that_prefill_would_be_late_for_give_the_same_text_from_de
     await stack.clean()
 
 
+@pytest.mark.slow
 async def test_a_prefill_worker_answers_while_no_decode_worker_has_room(stack: Stack, tmp_path: Path) -> None:
     folder = str(tmp_path / "llama")
     oracle = Oracle(build("llama"), load_tokenizer(resolve(folder)))
@@ -132,7 +134,7 @@ async def test_streams_beside_a_long_prompt_keep_their_pace(
     assert gaps["kept"] < 0.6 * gaps["free"], gaps
 
 
-@pytest.mark.parametrize("roles", [("decode",), ("prefill", "decode")])
+@pytest.mark.parametrize("roles", [pytest.param(("decode",), marks=pytest.mark.slow), ("prefill", "decode")])
 async def test_a_short_prompt_does_not_wait_behind_a_long_one_that_has_no_place(
     server: LocalNatsServer, tmp_path: Path, roles: tuple[Role, ...]
 ) -> None:
@@ -163,6 +165,7 @@ async def test_a_short_prompt_does_not_wait_behind_a_long_one_that_has_no_place(
         await stack.clean()
 
 
+@pytest.mark.slow
 async def test_a_long_prompt_gets_its_place_although_short_ones_keep_coming(server: LocalNatsServer, tmp_path: Path) -> None:
     flags = (*FASTER_ENGINE, "--num-blocks", "100")
     async with Stack(server.url, tmp_path, engine_flags=flags) as stack:

@@ -17,6 +17,7 @@ from common.engine.sequence import Sequence
 from common.models.source import ModelFiles
 from common.ops.sampling.board_layout import LINE_TOKENS
 from common.protocol.messages import SamplingParams
+from tests.fixtures.slow import some_slow
 from tests.models.test_device_lookup_step import World, chained, looking_up, plain, sequence_of
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -76,7 +77,7 @@ def test_what_is_posted_in_time_is_verified(files: ModelFiles) -> None:
     assert sum(one.accepted for one in world.progress) == sum(len(one.tokens) for one in taken)
 
 
-@pytest.mark.parametrize("with_lookup", [False, True])
+@pytest.mark.parametrize("with_lookup", some_slow([False, True], quick=[True]))
 def test_whatever_is_posted_texts_are_the_same(files: ModelFiles, with_lookup: bool) -> None:
     """Wrong, stale, too short; rows that come at different times; and rows that look up what others take from the board."""
     warm = SamplingParams(temperature=0.6, seed=5, max_tokens=30)

@@ -16,6 +16,7 @@ from common.engine.plan import UNKNOWN, BlockCopy, RowSamples, StepPlan, StepRes
 from common.models.source import ModelFiles
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
+from tests.fixtures.slow import some_slow
 from tests.models.driver import GREEDY
 from tests.models.oracles import oracle_prompt
 from tests.models.test_device_runner import device_runner
@@ -122,14 +123,14 @@ def test_a_step_that_could_not_be_launched_is_not_continued(
     assert advanced == [1, 1, 1], "the failed one had advanced; the next was packed"
 
 
-def random_steps(seed: int) -> list[StepPlan]:
+def random_steps(seed: int, num_steps: int) -> list[StepPlan]:
     """Up to six rows that begin behind a token, go on, go back to a known token, move to other places, or end."""
     rng = random.Random(seed)
     texts = [(BlockTable([8 * text]), rng.choice([GREEDY, SAID, FREE, FILTERED])) for text in range(6)]
     at: dict[int, int] = {}
     before: list[int] = []
     plans: list[StepPlan] = []
-    for step in range(16):
+    for step in range(num_steps):
         present = [text for text in before if rng.random() < 0.9]
         present += [text for text in range(6) if text not in present and rng.random() < 0.15]
         if rng.random() < 0.2:
@@ -151,16 +152,16 @@ def random_steps(seed: int) -> list[StepPlan]:
     return plans
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize(("seed", "num_steps"), some_slow([(1, 8), *((seed, 16) for seed in range(1, 8))], quick=[(1, 8)]))
 def test_other_rows_beside_those_that_go_on(
-    llama: tuple[Any, ModelFiles], advanced: list[int], seed: int, monkeypatch: pytest.MonkeyPatch
+    llama: tuple[Any, ModelFiles], advanced: list[int], seed: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Log-probabilities differ in their last bits, since the step has room for more rows than a packed one would."""
-    found = run(device_runner(llama[1]), random_steps(seed))
-    assert len(advanced) > 6
+    found = run(device_runner(llama[1]), random_steps(seed, num_steps))
+    assert len(advanced) > num_steps // 3
     num_advanced = len(advanced)
     monkeypatch.setattr(continuing.Continuing, "follow", lambda *_: None)
-    packed = run(device_runner(llama[1]), random_steps(seed))
+    packed = run(device_runner(llama[1]), random_steps(seed, num_steps))
     assert len(advanced) == num_advanced, "the other runner advances none"
     for own, other in zip(found, packed, strict=True):
         assert [row.tokens for row in own.rows] == [row.tokens for row in other.rows]
@@ -182,6 +183,7 @@ def run(runner: DeviceRunner, plans: list[StepPlan]) -> list[StepResult]:
     return [*results, last.result()]
 
 
+@pytest.mark.slow
 def test_a_shape_that_is_too_large_is_left(llama: tuple[Any, ModelFiles], advanced: list[int]) -> None:
     """Two rows of four: after some steps the two have a step of their own size."""
     runner, tables = device_runner(llama[1]), [BlockTable([index]) for index in range(4)]

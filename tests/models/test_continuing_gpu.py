@@ -56,7 +56,7 @@ def test_inputs_beside_rows_that_go_on(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(DeviceRunner, "_continue", checking)
     num_steps = 0
     for seed in range(20):
-        plans = random_steps(seed)
+        plans = random_steps(seed, 16)
         if seed % 2:  # a table of more than a handful of new ids, as a long text's branch has
             for row in plans[8].rows[:1]:
                 row.blocks = BlockTable([*row.blocks, *range(100, 110)])

@@ -85,7 +85,7 @@ def drafted(runner: DeviceRunner, context: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "normed", "layers"), [(100, False, 1), slow_param(7, False, 1), slow_param(100, True, 1), (7, False, 2)]
+    ("chunk", "normed", "layers"), [(100, False, 1), slow_param(7, False, 1), slow_param(100, True, 1), slow_param(7, False, 2)]
 )
 def test_drafts_of_a_model_are_those_of_the_reference(
     files: ModelFiles, tmp_path: Path, chunk: int, normed: bool, layers: int
@@ -102,6 +102,7 @@ def test_drafts_of_an_mtp_layer_are_those_of_the_reference(tmp_path: Path, chunk
     check_drafts(files, head, chunk)
 
 
+@pytest.mark.slow
 def test_a_models_own_layer_drafts_and_texts_are_the_same(tmp_path: Path) -> None:
     """`auto` takes it on a GPU, and a step ahead it drafts what the model says; without it there is no head."""
     files = resolve(str(write_mimo(tmp_path / "mimo", useful=True)))
@@ -172,6 +173,7 @@ def check_drafts(files: ModelFiles, head: HeadFiles, chunk: int) -> None:
         assert drafted(runner, 0) == [*came, *expected]
 
 
+@pytest.mark.slow
 def test_a_context_that_begins_in_the_middle_or_runs_over_drafts_on(
     files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +254,7 @@ def test_a_head_that_is_right_takes_a_fraction_of_the_steps(files: ModelFiles, t
         SamplingParams(temperature=0.7, seed=5, max_tokens=40),
         slow_param(SamplingParams(temperature=0.9, seed=6, max_tokens=40, top_k=5)),
         slow_param(SamplingParams(temperature=1.0, seed=7, max_tokens=40, top_p=0.3)),
-        SamplingParams(temperature=1.0, seed=8, max_tokens=40, min_p=0.9, top_p=0.9),
+        slow_param(SamplingParams(temperature=1.0, seed=8, max_tokens=40, min_p=0.9, top_p=0.9)),
     ],
 )
 def test_drafts_are_drawn_as_the_target_draws(files: ModelFiles, tmp_path: Path, sampling: SamplingParams) -> None:
@@ -291,6 +293,7 @@ def test_whatever_it_drafts_texts_are_the_same(files: ModelFiles, tmp_path: Path
         assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens / 4, "at temperature a draw may be anything"
 
 
+@pytest.mark.slow
 def test_preempted_texts_and_steps_that_fail(files: ModelFiles, tmp_path: Path) -> None:
     def sequences() -> list[Sequence]:
         return [sequence_of(index, SamplingParams(temperature=0.0, max_tokens=40), 12, symbols=60) for index in range(4)]

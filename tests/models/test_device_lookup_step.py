@@ -96,6 +96,7 @@ def looking_up(files: ModelFiles, *, max_texts: int = 8) -> DeviceRunner:
     return runner
 
 
+@pytest.mark.slow
 def test_the_benchmark_copies_and_idles(files: ModelFiles) -> None:
     found: dict[tuple[str, int], bench.Found] = {}
     answers: dict[tuple[str, int], list[list[int]]] = {}
@@ -305,6 +306,7 @@ def test_a_text_that_comes_with_its_answer_begun_is_searched_at_once(files: Mode
     assert world.accepted > 5
 
 
+@pytest.mark.slow
 def test_preempted_texts_go_on(files: ModelFiles) -> None:
     """Blocks for about half of the rows: some are computed again, and their texts are on the device still."""
     sampling = SamplingParams(temperature=0.0, max_tokens=40)

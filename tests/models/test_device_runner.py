@@ -255,7 +255,7 @@ def test_verified_proposals_give_the_same_text(llama: tuple[Any, ModelFiles]) ->
     assert runner.execute(StepPlan(1, [row])).rows[0].tokens[:3] == expected[:3]
 
 
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", some_slow([False, True], quick=[True]))
 def test_rows_behind_a_verification_find_their_places_on_the_device(llama: tuple[Any, ModelFiles], graph: bool) -> None:
     """Three steps, each submitted before the result of the one before it is taken: all, some or none of what the first verifies
     is accepted, and the third verifies what was foreseen behind that, or nothing. Noise is drawn for the right positions."""

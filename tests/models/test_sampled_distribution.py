@@ -21,6 +21,7 @@ from common.engine.sequence_cache import SequenceCache
 from common.ops.sampling.sample_reference import filter_reference
 from common.protocol.messages import SamplingParams
 from services.decode.scheduler import DecodeScheduler
+from tests.fixtures.slow import some_slow
 from tests.models.driver import open_runner
 from tests.models.oracles import build, oracle_prompt, save
 from tests.unit.scheduling import generation
@@ -103,7 +104,7 @@ def deviations(target: Target, outputs: list[list[int]], sampling: SamplingParam
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", some_slow([0.7, 1.0], quick=[1.0]))
 def test_tokens_have_the_targets_probabilities_whatever_is_proposed(target: Target, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, top_p=0.9, logit_bias=BIAS)
 

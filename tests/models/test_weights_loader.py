@@ -24,6 +24,7 @@ from common.models.weights.upload import Upload
 from common.ops.linear.linear import linear
 from common.protocol.errors import UnknownModel
 from common.text.bundle import load_bundle
+from tests.fixtures.slow import some_slow
 from tests.models.driver import Request, open_runner, run, seen_logits
 
 CPU = torch.device("cpu")
@@ -205,7 +206,7 @@ def test_a_shape_may_have_the_numbers_of_a_peers_dummy_weights(home: Path) -> No
     assert float(open_weights(resolve("dummy:tiny"), config).read("model.norm.weight", Upload(CPU, torch.float32)).min()) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", some_slow(["float32", "bfloat16"], quick=["float32"]))
 def test_a_shape_may_count_and_another_be_right_for_a_known_share_of_the_tokens(dtype: str, home: Path) -> None:
     def next_tokens(name: str) -> list[tuple[int, list[int]]]:
         """Behind each token: what is said, and the two likeliest."""
@@ -239,6 +240,7 @@ def test_a_shape_in_4_bits_counts(home: Path, awq_shape: str) -> None:
 
 
 @pytest.mark.parametrize("weights", ["fp8", "groups"])
+@pytest.mark.slow
 def test_a_counting_model_says_the_same_with_a_head_in_fp8(weights: LinearFormat, home: Path, awq_shape: str) -> None:
     shape = awq_shape if weights == "groups" else "smollm2-135m"
     files = resolve(f"dummy:{shape}-1-layers-counting-60")

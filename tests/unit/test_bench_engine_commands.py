@@ -305,6 +305,7 @@ def test_jobs_together_wait_until_all_are_ready_and_are_measured_one_after_the_o
     assert "1x8x4" in (tmp_path / "tiny" / "engine.md").read_text()
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_on_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "JOBS", (table.Job("tiny", "dummy:tiny", "fp32", "1x8x4"),))
     assert table.main(["--compile", "2", "--out", str(tmp_path)]) == 0

@@ -17,6 +17,7 @@ from services.decode.scheduler import Progress
 from services.decode.speculation import DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
 from services.decode.step_costs import SIZES, StepCosts
+from tests.fixtures.slow import some_slow
 from tests.unit.scheduling import VOCAB, sequence
 from tests.unit.speculating import flat_costs
 
@@ -76,7 +77,7 @@ def simulate(
     return tokens / seconds, head
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 0.95])
+@pytest.mark.parametrize("rate", some_slow([0.0, 0.3, 0.7, 0.95], quick=[0.3, 0.95]))
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("name", list(CURVES))
 def test_it_is_never_slower_and_nearly_as_fast_as_the_best_depth(name: str, rows: int, rate: float) -> None:

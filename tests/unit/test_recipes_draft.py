@@ -174,6 +174,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_ids_and_the_special_ones() ->
             choose_ids(counts, size, always)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_raises_acceptance(target: Target, ids: torch.Tensor, samples: list[Sample]) -> None:
     settings = msgspec.structs.replace(SETTINGS, steps=150)
     trainer = trainer_of(target, ids, samples, settings)
@@ -360,6 +361,7 @@ def test_a_carried_file_is_put_together_again(tmp_path: Path, monkeypatch: pytes
         session.join(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_target_of_the_recipe_computes_what_transformers_computes(
     smollm2: ModelFiles, smollm2_in_transformers: Any
 ) -> None:

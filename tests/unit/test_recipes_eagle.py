@@ -36,6 +36,7 @@ from recipes.draft.target import Target, frozen
 from recipes.draft.train_eagle import EagleSettings, EagleTrainer
 from recipes.draft.trainer import read_checkpoint
 from recipes.draft.vocabulary import answer_counts, choose_ids
+from tests.fixtures.slow import some_slow
 
 SHAPE = LlamaShape(
     vocab_size=64,
@@ -276,7 +277,7 @@ def test_the_head_of_an_exported_folder_drafts_as_the_runtimes_reference_does(
     assert int(head.ids[logits[-1].argmax()]) == proposed[0]
 
 
-@pytest.mark.parametrize("muon", [0, 1])
+@pytest.mark.parametrize("muon", some_slow([0, 1], quick=[1]))
 def test_a_run_begins_with_what_was_exported(
     target: Target, ids: torch.Tensor, samples: list[Sample], tmp_path: Path, muon: int
 ) -> None:
