@@ -11,7 +11,6 @@ from common.cache.block_table import BlockTable
 from common.engine.plan import BlockCopy, Runner, StepPlan, StepRow
 from common.models.source import ModelFiles
 from common.protocol.errors import InvalidParameter
-from tests.fixtures.slow import some_slow
 from tests.models.driver import GREEDY, open_runner
 from tests.models.oracles import oracle_prompt
 from tests.models.test_device_runner import device_runner
@@ -42,7 +41,9 @@ def test_a_copied_block_is_gone_on_with_in_the_same_step(kind: str, llama: tuple
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("copy", some_slow([(1, 4, 6), (-1, 4, 6), (0, -1, 6), (0, 4, 1 << 20)], quick=[(0, 4, 1 << 20)]))
+@pytest.mark.parametrize(
+    "copy", [*(pytest.param(copy, marks=pytest.mark.slow) for copy in [(1, 4, 6), (-1, 4, 6), (0, -1, 6)]), (0, 4, 1 << 20)]
+)
 @pytest.mark.parametrize("kind", OPENED)
 def test_a_copy_of_what_is_not_there_is_refused_before_anything_is_written(
     kind: str, copy: tuple[int, int, int], llama: tuple[Any, ModelFiles]
