@@ -72,9 +72,10 @@ SPANS: dict[str, list[tuple[int, int]]] = {
 INVARIANT = AttentionSettings(batch_invariant=True)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 FP8_TOLERANCE = 8e-3
-"""Of float32 results with FP8 weights. Where the library does not take a weight's scales, quantised activations (or the weight,
-for plain ones) are brought to bf16 before the product; where it does, tensor cores add FP8 products up in fewer bits than
-float32 has. Either is off by about 2e-3 of the largest result, whatever the results are stored in."""
+"""Of float32 results with FP8 weights of up to 8,192 inputs, and in proportion with more. Where the library does not take a
+weight's scales, quantised activations (or the weight, for plain ones) are brought to bf16 before the product; where it does,
+tensor cores add FP8 products up in fewer bits than float32 has. Either is off by about 2e-3 of the largest result, whatever the
+results are stored in; sums of 14,336 products by up to 1e-2 on an H200."""
 
 
 def linears(checks: Checks, shapes: dict[str, tuple[int, int]], rows: Sequence[int], *, every: bool) -> None:
@@ -109,7 +110,7 @@ def allowed(op: Op, weight: LinearWeight, dtype: torch.dtype) -> float:
     """Return the tolerance of a linear's results in a model of `dtype`, as `Checks.close` takes it."""
     if op != "wide":
         return TOLERANCE[dtype]
-    return TOLERANCE[torch.float32] if weight.scale is None else FP8_TOLERANCE
+    return TOLERANCE[torch.float32] if weight.scale is None else FP8_TOLERANCE * max(1.0, weight.in_features / 8192)
 
 
 def _weight(plain: torch.Tensor, kind: str, *, batch_invariant: bool = False) -> LinearWeight:
