@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from common.cli.fleet import ModelFleet
-from common.cli.preflight import Servable, check_model
+from common.cli.preflight import Servable, check_model, on_cpu
 from common.cli.pull import ensure
-from common.engine.load.layout import EngineConfig
+from common.engine.load.layout import EngineConfig, limit_context
 from common.models.config import load_config
 from common.models.draft_folder import check_fits, check_whole, draft_spec, lacking
 from common.models.source import ModelFiles, resolve
@@ -18,8 +18,8 @@ from common.text.vocabulary import check_same_vocabulary
 
 
 class DraftCheck(msgspec.Struct, frozen=True):
-    """`files`: the draft model; None where there is none. `servable`: as each draft worker's engine will have it; None where
-    that is known to draft workers alone. `reason`: why drafts are left out; empty where they are not."""
+    """`files`: the draft model; None where there is none. `servable`: as each draft worker's engine will have it; None for one
+    that takes tensors from its target, on a GPU. `reason`: why drafts are left out; empty where they are not."""
 
     files: ModelFiles | None = None
     servable: Servable | None = None
@@ -46,15 +46,15 @@ def check_draft_model(fleet: ModelFleet, *, fetch: bool = True) -> DraftCheck:
             ensure(name)
         files = resolve(name, weights=not dummy)
         target = resolve(fleet.config.model, weights=False)
-        if any(lacking(files)):
-            check_fits(files, target)
-            check_whole(files)  # each draft worker completes it, which takes torch
-            return DraftCheck(files)
-        check_same_vocabulary(target, files)
         on_gpu = bool(fleet.gpus) and settings.engine != "simulated"
         engine = EngineConfig.of(settings, on_gpu=on_gpu)
-        longest = min(engine.max_model_len, load_config(files).max_context)
-        engine = msgspec.structs.replace(engine, max_model_len=longest)
+        config = load_config(files)
+        engine = msgspec.structs.replace(engine, max_model_len=min(engine.max_model_len, config.max_context))
+        if any(lacking(files)):
+            check_fits(files, target)
+            inventory = check_whole(files)  # each draft worker completes it, which takes torch
+            return DraftCheck(files, None if on_gpu else on_cpu(files, limit_context(config, engine), inventory, engine))
+        check_same_vocabulary(target, files)
         return DraftCheck(files, check_model(name, engine, "cuda" if on_gpu else "cpu", drafts=True))
     except PenstockError as error:
         return DraftCheck(reason=str(error).partition("\n")[0])

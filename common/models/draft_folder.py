@@ -17,7 +17,7 @@ from common.models.json_files import read_object, read_object_if_any
 from common.models.shipped import index_for, trained_for
 from common.models.source import ModelFiles, resolve
 from common.models.weights.expected import decoder_shapes
-from common.models.weights.inventory import take_inventory
+from common.models.weights.inventory import Inventory, take_inventory
 from common.protocol.errors import ConfigError
 
 SHIPPED = Path(__file__).parent / "drafts"
@@ -76,11 +76,12 @@ def check_fits(draft: ModelFiles, target: ModelFiles) -> None:
         )
 
 
-def check_whole(draft: ModelFiles) -> None:
-    """Check that a draft model's files hold everything that it does not leave to its target.
+def check_whole(draft: ModelFiles) -> Inventory:
+    """Check that a draft model's files hold everything that it does not leave to its target. Return its weights, those of the
+    target among them.
 
     :raises ConfigError: if a file is damaged, or a tensor is missing or of another shape or type.
     """
     wanted, ours = lacking(draft), load_config(draft)
     left = {f"{name}.weight" for name, is_left in zip((ours.names.embedding, ours.names.head), wanted, strict=True) if is_left}
-    take_inventory(draft, ours, {name: shape for name, shape in decoder_shapes(ours).items() if name in left})
+    return take_inventory(draft, ours, {name: shape for name, shape in decoder_shapes(ours).items() if name in left})

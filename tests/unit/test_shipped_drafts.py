@@ -73,9 +73,22 @@ def test_up_doctor_and_the_draft_worker_name_the_draft_model(model: Path, shippe
     (draft,) = [spec for spec in _processes(checked) if spec.role == "draft"]
     assert draft.arguments[draft.arguments.index("--draft-model") + 1] == "auto" and draft.threads
     (finding,) = check_draft(str(model), {"PENSTOCK_DRAFT": "1", "PENSTOCK_DRAFT_MODEL": "auto"})
-    assert (finding.level, finding.found) == ("ok", f"tiny-2-layers, in {shipped}")
+    assert (finding.level, finding.found) == ("ok", "tiny-2-layers: llama, 2 layers, int8 weights, context 4,096")
     worker = make_draft(MemoryBroker().connect("draft"), DraftConfig(model=str(model), draft_model="auto"))
     assert worker.presence("starting").drafting.model == "tiny-2-layers"
+
+
+def test_up_counts_the_memory_of_tensors_that_the_target_gives(model: Path, shipped: Path, tmp_path: Path) -> None:
+    whole = str(shutil.copytree(model, tmp_path / "whole"))
+    found = [
+        check_draft_model(asked(model, "--draft=1", f"--draft-model={name}", "--kv-cache-mb=16").fleets[0]).servable
+        for name in ("auto", whole)
+    ]
+    own, wanted = found
+    assert own is not None and wanted is not None
+    head = own.model.draft_vocab_size * (5 * own.model.hidden_size + 1)  # its own, in float32 and in bytes, and its offsets
+    assert own.engine_bytes == wanted.engine_bytes + head and own.pool_bytes == wanted.pool_bytes > 0
+    assert own.model.max_context == wanted.model.max_context
 
 
 @pytest.mark.parametrize(
