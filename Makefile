@@ -82,8 +82,7 @@ tests/clients/npm/node_modules/.installed: tests/clients/npm/package-lock.json
 clients-setup: $(VENV)/.run $(CLIENTS)/.installed tests/clients/npm/node_modules/.installed
 
 clients: clients-setup
-	@SERVER_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini \
-		-n 2 --dist loadfile tests/clients
+	@SERVER_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
