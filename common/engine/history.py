@@ -1,27 +1,33 @@
-"""The tokens that a step's row is penalised for: a view of its sequence's own list, so that no step copies it. Pure."""
+"""The tokens that a step's row is penalised for, or that are looked up for it: a view of its sequence's own list, so that no
+step copies it. Pure."""
 
 from __future__ import annotations
 
 from typing import overload
+
+from common.cache.prefix import TOKEN_BYTES
+from common.protocol import tokens as token_bytes
 
 
 class History:
     """A sequence's tokens up to one step. Its list only grows, so other threads may read what was there.
 
     key: names the sequence, among all of this process. tokens: the sequence's list, of which the first `known` count; tail:
-    what follows them in this step, proposed tokens or `plan.UNKNOWN`.
+    what follows them in this step, proposed tokens or `plan.UNKNOWN`. before: packed tokens of another text, which stand before
+    all of these.
     """
 
-    __slots__ = ("_known", "_tail", "_tokens", "key")
+    __slots__ = ("_before", "_known", "_tail", "_tokens", "key")
 
-    def __init__(self, key: int, tokens: list[int], known: int, tail: list[int]) -> None:
+    def __init__(self, key: int, tokens: list[int], known: int, tail: list[int], before: bytes = b"") -> None:
         self.key = key
+        self._before = before
         self._tokens = tokens
         self._known = known
         self._tail = tail
 
     def __len__(self) -> int:
-        return self._known + len(self._tail)
+        return len(self._before) // TOKEN_BYTES + self._known + len(self._tail)
 
     @overload
     def __getitem__(self, place: slice) -> list[int]: ...
@@ -31,8 +37,12 @@ class History:
         if isinstance(place, int):
             return self[range(len(self))[place] : range(len(self))[place] + 1][0]
         start, end, _ = place.indices(len(self))
+        before: list[int] = []
+        if self._before:
+            before = token_bytes.unpack(self._before[TOKEN_BYTES * start : TOKEN_BYTES * max(start, end)])
+            start, end = (max(0, at - len(self._before) // TOKEN_BYTES) for at in (start, end))
         known = self._tokens[start : min(end, self._known)]
-        return known + self._tail[max(0, start - self._known) : max(0, end - self._known)]
+        return before + known + self._tail[max(0, start - self._known) : max(0, end - self._known)]
 
     def settle(self, token: int) -> None:
         """Put in the last token, which was `plan.UNKNOWN`."""

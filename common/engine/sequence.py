@@ -107,7 +107,7 @@ class Sequence:
             raise ContextLengthExceeded(
                 f"{len(tokens) + len(scored)} tokens; this worker holds at most {max_context} a sequence"
             )
-        largest = max(token_bytes.largest(unseen), max(scored, default=0))
+        largest = max(map(token_bytes.largest, (unseen, generation.given, generation.prediction)))
         if generation.prompt_tokens > len(tokens) or largest >= vocab_size:
             raise ProtocolError(f"token ids must be below {vocab_size}, and no fewer than the prompt has")
         if scored and generation.pooling:
@@ -266,7 +266,7 @@ class Sequence:
         if room is not NO_ROOM:
             row.room, row.is_posted = room.num_tokens, room.is_posted
         if room.is_searched or (before is not None and before.room and not before.is_posted):
-            row.text = History(self.serial, self.tokens, len(self.tokens), [])
+            row.text = History(self.serial, self.tokens, len(self.tokens), [], self.generation.prediction)
         return row
 
     def _plan_reading(self, num_tokens: int) -> StepRow:

@@ -75,6 +75,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: str = ""
 
 
+MAX_PREDICTION_TOKENS = 1 << 14
+"""64 KiB of a message, beside those of a long prompt."""
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All a worker needs to begin or to continue a request.
 
@@ -91,6 +95,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     A prompt may be read instead of continued (`ReadTask`). `given` (packed uint32) are the tokens behind `tokens`, known
     already: they are scored, and come as frames with log-probabilities, as if they had been generated. `pooling`: the last
     frame holds the hidden states of all `tokens`, pooled.
+
+    `prediction` (packed uint32, at most `MAX_PREDICTION_TOKENS`): a text that the answer is expected to repeat in parts. It is
+    looked up like the prompt, and changes no token.
     """
 
     request: str
@@ -111,6 +118,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight: float = 1.0
     priority: int = 0
     trace: str = ""
+    prediction: bytes = b""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -1,5 +1,7 @@
 """Proposals by lookup: what came the last time the text ended like this, in the request or in recent answers. Pure.
 
+What a client says that the answer will repeat (`Generation.prediction`) stands before its prompt.
+
 A guess takes the longest match of the text's end (`token_index`), of several occurrences the most frequent continuation, and
 copies what followed. How likely that is to hold is measured by the length of the match (`hit_rates`), so each token of each
 guess has a chance of its own. A hypothetical text can be looked up as well: what follows a step in flight costs no round trip.
@@ -14,10 +16,11 @@ from typing import NamedTuple
 from common.engine.outcomes import Outcome
 from common.engine.plan import Drafted
 from common.engine.sequence import Sequence
+from common.protocol import tokens as token_bytes
 from services.decode.drafter import NO_GUESS, NOTHING_FORESEEN, Foreseen, Guess
 from services.decode.hit_rates import HitRates, Record
 from services.decode.recent_texts import RecentTexts
-from services.decode.token_index import MAX_MATCH, NONE, Match, TokenIndex
+from services.decode.token_index import MAX_MATCH, NONE, SEPARATOR, Match, TokenIndex
 
 TIDY_TOKENS = 4096
 """Tokens of prompts that are indexed while one step runs: about a millisecond's work."""
@@ -55,14 +58,29 @@ class _Pending(NamedTuple):
 
 @dataclass(slots=True)
 class _Text:
-    """position, length: where the last guess was copied from, and for how many tokens of the sequence."""
+    """before: what stands before the sequence's tokens in the index. position, length: where the last guess was copied from,
+    and for how many tokens of the sequence."""
 
     index: TokenIndex
+    before: list[int]
     record: Record = field(default_factory=Record)
     pending: list[_Pending] = field(default_factory=list)
     position: int = NONE
     is_shared: bool = False
     length: int = 0
+
+    def num_missing(self, tokens: Sized[int]) -> int:
+        """Return how many of the sequence's tokens, and of those before them, the index lacks."""
+        return len(self.before) + len(tokens) - len(self.index)
+
+    def extend(self, tokens: Sized[int], limit: int) -> int:
+        """Add up to `limit` tokens that the index lacks. Return how many."""
+        begin = len(self.index)
+        part = [*self.before[begin : begin + limit]]
+        begin = max(0, begin - len(self.before))
+        part += tokens[begin : begin + limit - len(part)]
+        self.index.extend(part)
+        return len(part)
 
     def hint(self, length: int, *, shared: bool) -> int:
         """Return where a copy of the same text would have got to."""
@@ -93,7 +111,9 @@ class Lookup:
         return len(self._texts)
 
     def open(self, sequence: Sequence) -> None:
-        self._texts[sequence.request] = _Text(TokenIndex(max_tokens=self.max_tokens))
+        prediction = token_bytes.unpack(sequence.generation.prediction)
+        before = [*prediction, SEPARATOR] if prediction else []
+        self._texts[sequence.request] = _Text(TokenIndex(max_tokens=self.max_tokens), before)
         self._behind[sequence.request] = sequence
 
     def guess(self, sequence: Sequence, limit: int) -> Guess:
@@ -152,11 +172,9 @@ class Lookup:
     def tidy(self) -> None:
         left = TIDY_TOKENS
         for request, sequence in list(self._behind.items()):
-            index = self._texts[request].index
-            part = sequence.tokens[len(index) : len(index) + left]
-            index.extend(part)
-            left -= len(part)
-            if len(index) == len(sequence.tokens):
+            text = self._texts[request]
+            left -= text.extend(sequence.tokens, left)
+            if not text.num_missing(sequence.tokens):
                 del self._behind[request]
             if left <= 0:
                 return
@@ -172,11 +190,10 @@ class Lookup:
         text = self._texts.get(sequence.request)
         if text is None:
             return None
-        indexed, known = len(text.index), len(sequence.tokens)
-        if known - indexed > _MAX_LAG:
+        if (num_missing := text.num_missing(sequence.tokens)) > _MAX_LAG:
             return None
-        if known > indexed:
-            text.index.extend(sequence.tokens[indexed:])
+        if num_missing:
+            text.extend(sequence.tokens, num_missing)
         if self._behind:
             self._behind.pop(sequence.request, None)
         return text

@@ -113,8 +113,10 @@ class TokenIndex:
         """
         index = position - self._offset
         guess = self._tokens[index + 1 : index + 1 + num_tokens].tolist()
+        if SEPARATOR in guess:
+            return guess[: guess.index(SEPARATOR)]
         if tail is None:
-            return guess[: guess.index(SEPARATOR)] if SEPARATOR in guess else guess
+            return guess
         guess += tail[: num_tokens - len(guess)]
         period = len(self._tokens) + len(tail) - 1 - index
         while len(guess) < num_tokens:

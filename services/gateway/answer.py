@@ -232,6 +232,7 @@ class Answer:
             shown_id=self._arrival.shown_id,
             received_at=self._arrival.at,
             background=job.background,
+            prediction=job.prediction_of(prompt),
         )
         top = job.prompt_top_of(index)
         if top < 0 and job.generates:

@@ -117,7 +117,6 @@ IGNORED: Table = {
     # OpenAI
     "metadata": ({},),
     "parallel_tool_calls": (ANY,),  # says nothing without tools
-    "prediction": (),  # OpenAI's is for speed
     "prompt_cache_key": ("",),
     "prompt_cache_options": ({},),
     "prompt_cache_retention": (),
@@ -275,6 +274,13 @@ class Notes:
         if scope.where + shown not in self._named:
             self._named[scope.where + shown] = f" ({hint})" if hint else ""
             self.labels.append(label)
+
+    def note(self, name: str, hint: str) -> None:
+        """An argument that is obeyed has no effect this time. :raises InvalidParameter: if `strict` is set."""
+        if self.strict:
+            raise InvalidParameter(f"{name} has no effect here: {hint}", param=name)
+        self._named[name] = f" ({hint})"
+        self.labels.append(name)
 
     def _nearest(self, scope: Scope, name: str) -> str:
         """Looking for it takes up to 0.1 ms, so only those that will be named are looked at."""

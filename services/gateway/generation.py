@@ -33,7 +33,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     With `given` or `pooling` the prompt is read, not continued: the tokens of `given` come back as if they had been generated,
     each with its log-probabilities; or the prompt's embedding comes back. `sampling.max_tokens` is then how many tokens are
     given, 1 at least, and `sampling` has no stop tokens. `trace`: the traceparent of the span around it; empty: not traced.
-    `shown_id`: what its client calls it; empty: `id`. `received_at`: when its edge got it, on the core's clock; 0.0: now."""
+    `shown_id`: what its client calls it; empty: `id`. `received_at`: when its edge got it, on the core's clock; 0.0: now.
+    `prediction`: see `Generation`."""
 
     id: str
     prompt: list[int]
@@ -49,6 +50,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""
     shown_id: str = ""
     received_at: float = 0.0
+    prediction: list[int] = []
 
     @property
     def is_read(self) -> bool:

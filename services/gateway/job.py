@@ -18,6 +18,9 @@ from services.gateway.choices import Delta, StopStrings
 from services.gateway.logprobs import TokenNames
 from services.gateway.whole import Pieces
 
+_BEFORE_PREDICTION = 8
+"""Tokens of a prompt's end, which most often hold a chat template's beginning of an answer."""
+
 
 class StreamWriter(Protocol):
     """Encodes one streamed answer. Over SSE, what a method returns is written as it is; over NATS, each piece is a message.
@@ -78,7 +81,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     answers are read that may be more than text. `echo_top`, `prompt_top`: how many alternatives the prompt's tokens list in the
     answer's log-probabilities and in `prompt_logprobs`, -1: they are not there. `continues`: an answer follows text or has a
     form, so a leading space is kept. `writers`: what encodes the answer. `tenant`: who asked, empty for nobody in
-    particular; `weight`: its share of workers.
+    particular; `weight`: its share of workers. `prediction`: tokens that the answers are expected to repeat in parts.
     """
 
     id: str
@@ -109,6 +112,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     background: bool = False
     echo_top: int = -1
     prompt_top: int = -1
+    prediction: list[int] = []
+
+    def prediction_of(self, prompt: int) -> list[int]:
+        """Return what is looked up beside a prompt: the prediction behind the prompt's end, so that an answer that begins like
+        it is found at once."""
+        return [*self.prompts[prompt][-_BEFORE_PREDICTION:], *self.prediction] if self.prediction else []
 
     @property
     def generates(self) -> bool:

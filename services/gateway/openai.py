@@ -30,6 +30,8 @@ MAX_DOCUMENTS_BYTES = 4 * 1024 * 1024
 MAX_MESSAGES = 8192
 MAX_PARTS = 16384
 """Content parts of all messages of a request."""
+MAX_PREDICTION_BYTES = 48 * 1024
+"""Of JSON, in a body that is large: a larger prediction has no effect."""
 
 RANDOM_SEED = -1
 NO_LIMIT = -1
@@ -55,6 +57,18 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     type: str
     text: str | None = None
     refusal: str | None = None
+
+
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """OpenAI's predicted output, of type `content`: a text that the answer is expected to repeat in parts. It is looked up, and
+    changes no token."""
+
+    type: str
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join([part.text or "" for part in self.content])
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -108,6 +122,7 @@ class Arguments(SharedArguments, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool | None = None
 
     @property
@@ -239,6 +254,16 @@ def _check(request: Arguments) -> None:
         raise InvalidParameter("best_of is not supported yet: leave it out", param="best_of")
     if len(request.logit_bias or {}) > MAX_LOGIT_BIAS:
         raise InvalidParameter(f"logit_bias has more than {MAX_LOGIT_BIAS} entries", param="logit_bias")
+    if request.prediction is not None:
+        _check_prediction(request.prediction)
+
+
+def _check_prediction(prediction: Prediction) -> None:
+    if prediction.type != "content":
+        raise InvalidParameter(f"unknown type {prediction.type[:64]!r}: send content", param="prediction.type")
+    for part in prediction.content if isinstance(prediction.content, list) else ():
+        if part.type not in TEXT_PARTS or part.text is None:
+            raise InvalidParameter("a prediction is text: send parts of type text", param="prediction.content")
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

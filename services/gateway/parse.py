@@ -147,6 +147,7 @@ def check_messages(messages: Iterable[ChatMessage], first: int, parts: int) -> i
 
 def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -> Steps[CompletionRequest]:
     found = yield from judged_members(body, None, _COMPLETION, notes)
+    _leave_large_prediction(found, notes)
     request = cast(CompletionRequest, decode_small_members(_completion, body, found, "prompt", b'""', notes, _COMPLETION))
     if "prompt" not in found:
         raise InvalidParameter("prompt is missing", param="prompt")
@@ -156,6 +157,7 @@ def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -
 
 def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
     found = yield from judged_members(body, None, _CHAT, notes)
+    _leave_large_prediction(found, notes)
     offered, shown = found.pop("tools", None), found.pop("documents", None)
     request = cast(ChatRequest, decode_small_members(_chat, body, found, "messages", b"[]", notes, _CHAT))
     if "messages" not in found:
@@ -166,6 +168,13 @@ def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
     tools = yield from large_tools(body, offered)
     documents = yield from large_documents(body, shown)
     return msgspec.structs.replace(request, messages=messages, tools=tools, documents=documents)
+
+
+def _leave_large_prediction(found: dict[str, Span], notes: Notes) -> None:
+    """What a client expects of an answer changes nothing but its speed: one that is too large is no error."""
+    if (span := found.get("prediction")) is not None and span.size > openai.MAX_PREDICTION_BYTES:
+        del found["prediction"]
+        notes.note("prediction", "larger than is looked up")
 
 
 def large_tools(body: bytes, span: Span | None) -> Steps[list[dict[str, Any]] | None]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter
+from common.protocol.messages import MAX_PREDICTION_TOKENS
 from common.text.bundle import TextBundle
 from common.text.grammar import MAX_CACHED, GrammarCompiler
 from services.gateway import openai, tools
@@ -127,6 +128,7 @@ class Preparer:
             priority=request.priority or 0,
             echo_top=echo_top,
             prompt_top=prompt_top,
+            prediction=await self._prediction(request),
         )
 
     async def count(self, request: ChatRequest, *, is_large: bool) -> int:
@@ -259,6 +261,16 @@ class Preparer:
             return prompts, [part if isinstance(part, str) else self._tokenizer.decode(part) for part in parts]
 
         return await self._in_thread(encode) if sum(map(len, parts)) > _INLINE_CHARS else encode()
+
+    async def _prediction(self, request: Arguments) -> list[int]:
+        """The tokens of what the client expects of the answer, as many as are looked up."""
+        text = "" if request.prediction is None else request.prediction.text
+
+        def encode() -> list[int]:
+            ids = self._tokenizer.encode(text, param="prediction")[:MAX_PREDICTION_TOKENS]
+            return [token for token in ids if token < self._bundle.num_ids]
+
+        return await self._in_thread(encode) if len(text) > _INLINE_CHARS else encode()
 
     def _check_size(self, size: int, limit: int, param: str) -> None:
         if size > limit * self._tokenizer.longest_token_bytes:

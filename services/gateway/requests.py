@@ -72,6 +72,7 @@ class Request:
     ) -> None:
         self.id, self.client_id, self.shown_id = wire_id, request.id, request.shown_id or request.id
         self.prompt_tokens, self.packed_prompt = len(request.prompt), token_bytes.pack(request.prompt)
+        self.packed_prediction = token_bytes.pack(request.prediction)
         self.sampling = request.sampling
         self.salt, self.trace = request.salt, request.trace
         self.tenant, self.weight, self.background = request.tenant, request.weight, request.background
@@ -136,6 +137,7 @@ class Request:
             window=window,
             given=token_bytes.pack(self.given[len(self.tokens) :]),
             pooling=self.pooling,
+            prediction=self.packed_prediction,
             tenant=self.tenant,
             weight=self.weight,
             priority=self.priority,

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from openai import OpenAI
 
 from bench.cpu.copying import PROMPTS
 from common.models.source import ModelFiles
@@ -68,3 +69,23 @@ def test_lookup_changes_no_text_and_its_guesses_hold(tmp_path: Path, smollm2: Mo
     measured, (verified, held) = answers(tmp_path / "measured")
     assert measured == without, "as `up` does by default"
     assert held > 0.5 * verified > 0
+
+
+def test_what_a_client_predicts_is_taken_over_and_changes_no_text(tmp_path: Path, smollm2: ModelFiles) -> None:
+    """With the answer itself as the prediction, with some words changed, and with something else, for OpenAI's client."""
+    asked: Any = {"messages": [{"role": "user", "content": "Write a short story about a lighthouse."}], "max_tokens": 60}
+    with (
+        penstock_up(tmp_path, "--draft", "0", "--head", "off", "--zero-retention") as (site, _),
+        OpenAI(base_url=f"http://127.0.0.1:{site.http_port}/v1", api_key="none", max_retries=0) as client,
+    ):
+        create = client.chat.completions.create
+        for sampling in SAMPLING:
+            given: Any = {"model": smollm2.name, **asked, **sampling}
+            text = create(**given).choices[0].message.content
+            held: list[int] = []
+            for predicted in ("Nothing of the kind.", text, text.replace("the", "a")):
+                before = anyio.run(drafted, site.nats_port)[1]
+                again = create(**given, prediction={"type": "content", "content": predicted})
+                assert again.choices[0].message.content == text
+                held.append(anyio.run(drafted, site.nats_port)[1] - before)
+            assert held[1] > 40 and held[1] > held[2] > held[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -120,7 +121,9 @@ def test_the_benchmark_copies_and_idles(files: ModelFiles) -> None:
     assert [len(line) for line in lines] == [len(bench.TITLES)] * 2
 
 
-def sequence_of(index: int, sampling: SamplingParams = GREEDY, length: int = 5, *, symbols: int = VOCAB) -> Sequence:
+def sequence_of(
+    index: int, sampling: SamplingParams = GREEDY, length: int = 5, *, symbols: int = VOCAB, prediction: Sized[int] = ()
+) -> Sequence:
     draws = random.Random(index)
     prompt = [draws.randrange(3, symbols) for _ in range(length)]
     generation = Generation(
@@ -131,6 +134,7 @@ def sequence_of(index: int, sampling: SamplingParams = GREEDY, length: int = 5, 
         prompt_tokens=len(prompt),
         sampling=sampling,
         deadline_ms=1 << 60,
+        prediction=token_bytes.pack([*prompt[-2:], *prediction] if prediction else []),
     )
     return Sequence.of(generation, vocab_size=VOCAB, max_context=256)
 
@@ -239,6 +243,18 @@ def test_greedy_and_seeded_texts_are_those_without_lookup(files: ModelFiles) -> 
     found = world.run(sequences(), lambda index: 4 * index)
     assert found == plain(files, sequences())
     assert world.accepted > 5
+
+
+def test_what_a_client_predicts_is_found_from_the_first_token_on(files: ModelFiles) -> None:
+    """Rows beside each other: one's prediction is its answer but for a token, another's is nothing like it, one has none."""
+    (whole, other, _) = answers = plain(files, [sequence_of(index) for index in range(3)])
+    predicted = [[*whole[:10], (whole[10] + 1) % SYMBOLS, *whole[11:]], [7, 8, 9], []]
+    world = World(looking_up(files), lambda sequence, limit: min(limit, 3))
+    found = world.run([sequence_of(index, prediction=text) for index, text in enumerate(predicted)])
+    assert found == answers
+    steps = {name: [one for one in world.progress if one.sequence.request == name] for name in ("row 0", "row 1")}
+    assert len(steps["row 0"]) < len(steps["row 1"]) <= len(other)
+    assert sum(one.accepted for one in steps["row 0"]) > len(whole) // 2
 
 
 def test_texts_are_found_again_behind_steps_that_are_not_packed(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:

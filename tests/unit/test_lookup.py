@@ -10,6 +10,8 @@ import pytest
 
 from common.engine.outcomes import Outcome, accept
 from common.engine.sequence import Sequence
+from common.protocol import tokens as token_bytes
+from common.protocol.errors import ProtocolError
 from services.decode.hit_rates import HitRates, Record
 from services.decode.lookup import TIDY_TOKENS, Lookup
 from services.decode.recent_texts import RecentTexts
@@ -53,6 +55,53 @@ def test_what_followed_the_same_words_in_the_request_is_proposed() -> None:
     s.tokens += [99]
     assert drafter.guess(s, 4) == ([], [])
     assert drafter.guess(sequence(WORDS, "unknown"), 4) == ([], [])
+
+
+def predicting(prompt: list[int], prediction: list[int], request: str = "a") -> Sequence:
+    asked = msgspec.structs.replace(generation(request, prompt), prediction=token_bytes.pack(prediction))
+    return Sequence.of(asked, vocab_size=VOCAB, max_context=1 << 20)
+
+
+def test_what_the_client_predicts_is_proposed_to_this_request_alone() -> None:
+    drafter = lookup()
+    s = opened(drafter, predicting([1, 2, 3], [2, 3, *WORDS]))
+    assert drafter.guess(s, 4).tokens == [10, 11, 12, 13], "the prediction begins with the prompt's end"
+    s.tokens += [10, 11, 99, 98]
+    assert drafter.guess(s, 4).tokens == []
+    s.tokens += [30, 31]
+    assert drafter.guess(s, 4).tokens == [32, 33, 34, 35], "behind what differs it is found again"
+    s.tokens += [32, 33, 34, 35, 36, 37]
+    assert drafter.guess(s, 4).tokens == [38, 39], "nothing is copied across its end"
+    s.tokens += [38, 39]
+    assert drafter.guess(s, 4).tokens == []
+    assert drafter.guess(opened(drafter, sequence([5, 10, 11], "b")), 4).tokens == []
+
+
+def test_behind_a_verification_a_prediction_is_foreseen() -> None:
+    drafter = lookup()
+    s = opened(drafter, predicting([1, 2, 3], [2, 3, *WORDS]))
+    s.verifying = drafter.guess(s, 3).tokens
+    assert Outcome(3, 13, [14, 15, 16]) in drafter.foresee(s, 3).outcomes
+
+
+def test_a_long_prediction_is_indexed_in_parts_while_steps_run() -> None:
+    drafter = lookup(max_tokens=1 << 20)
+    long = random.Random(1).choices(range(3, VOCAB), k=2 * TIDY_TOKENS)
+    s = predicting([1, 2, long[5], long[6]], long)
+    drafter.open(s)
+    assert drafter.guess(s, 3).tokens == [], "not yet: it would hold up the step"
+    for _ in range(3):
+        drafter.tidy()
+    assert drafter.guess(s, 3).tokens == long[7:10]
+    short = lookup(max_tokens=64)
+    assert short.guess(opened(short, predicting([1, 2, long[5], long[6]], long)), 3).tokens == [], "what does not fit is left"
+
+
+def test_a_prediction_with_tokens_that_there_are_not_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="token ids"):
+        predicting([1, 2, 3], [VOCAB])
+    with pytest.raises(ProtocolError, match="whole number"):
+        Sequence.of(msgspec.structs.replace(generation("a", [1]), prediction=b"abc"), vocab_size=VOCAB, max_context=1 << 20)
 
 
 def test_the_continuation_that_came_most_often_is_proposed() -> None:

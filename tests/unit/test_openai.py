@@ -100,6 +100,7 @@ def refusal(body: bytes) -> InvalidParameter:
         ("documents", [{"text": nested(24)}]),
         ("documents", [{}] * 1025),
         ("chat_template_kwargs", {str(i): 0 for i in range(17)}),
+        ("prediction", "a text"),
     ],
 )
 def test_an_argument_out_of_its_bounds_is_refused_by_name(argument: str, value: Any) -> None:
@@ -270,6 +271,20 @@ def test_stop_is_a_string_or_a_list() -> None:
     assert decode_chat(chat(stop="a")).stops == ["a"]
     assert decode_chat(chat(stop=["a", "b"])).stops == ["a", "b"]
     assert decode_chat(chat()).stops == []
+
+
+def test_a_prediction_is_text_or_parts_of_text() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "text"}]
+    for content in ("a text", parts):
+        asked = decode_chat(chat(prediction={"type": "content", "content": content}))
+        assert asked.prediction is not None and asked.prediction.text == "a text"
+    assert decode_chat(chat(prediction=None)).prediction is None
+    for wrong in ({"type": "diff", "content": "a text"}, {"content": "a text"}):
+        assert refusal(chat(prediction=wrong)).param == "prediction.type"
+    for wrong in ({"type": "content"}, {"type": "content", "content": 7}):
+        assert refusal(chat(prediction=wrong)).param == "prediction.content"
+    for part in ({"type": "image_url", "text": "x"}, {"type": "text"}):
+        assert refusal(chat(prediction={"type": "content", "content": [part]})).param == "prediction.content"
 
 
 def test_contradictions_are_refused() -> None:

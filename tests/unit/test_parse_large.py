@@ -42,6 +42,7 @@ OTHERS = {
     "seed": st.sampled_from([1.0, 1.5]),
     "temprature": st.integers(),
     "stream_options": st.just({"include_usage": True, "odd": 1}),
+    "prediction": st.builds(lambda content: {"type": "content", "content": content}, TEXT),
 }
 
 
@@ -201,3 +202,17 @@ def test_what_is_ignored_is_not_read_however_large(monkeypatch: pytest.MonkeyPat
     body = '{"messages":[{"role":"user","content":"hi"}],"metadata":{' + repeated('"a":[]') + "}}"
     request, _ = steps_of("chat", body.encode())
     assert request.messages == [openai.ChatMessage("user", "hi")]
+
+
+def test_a_prediction_that_is_too_large_has_no_effect_and_is_named() -> None:
+    for size, is_there in ((openai.MAX_PREDICTION_BYTES - 64, True), (openai.MAX_PREDICTION_BYTES, False)):
+        prediction = {"type": "content", "content": size * "a"}
+        for kind, value in (("chat", {"messages": [{"role": "user", "content": "hi"}]}), ("completion", {"prompt": "hi"})):
+            notes = Notes()
+            decode: Any = decode_chat if kind == "chat" else decode_completion
+            body = json.dumps({**value, "prediction": prediction}).encode() + PADDING
+            assert (decode(body, notes).prediction is not None) == is_there
+            assert notes.text == ("" if is_there else "ignored: prediction (larger than is looked up)")
+            if not is_there:
+                with pytest.raises(InvalidParameter, match="no effect"):
+                    decode(body, Notes(strict=True))
