@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from common.protocol.errors import PenstockError
-from common.protocol.messages import SamplingParams
+from common.protocol.messages import MAX_PREDICTION_TOKENS, SamplingParams
 from services.gateway.bodies import Heading, Kind, Usage
 from services.gateway.choice_events import AnswerFormat
 from services.gateway.choices import Delta, StopStrings
@@ -117,7 +117,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def prediction_of(self, prompt: int) -> list[int]:
         """Return what is looked up beside a prompt: the prediction behind the prompt's end, so that an answer that begins like
         it is found at once."""
-        return [*self.prompts[prompt][-_BEFORE_PREDICTION:], *self.prediction] if self.prediction else []
+        looked_up = [*self.prompts[prompt][-_BEFORE_PREDICTION:], *self.prediction] if self.prediction else []
+        return looked_up[:MAX_PREDICTION_TOKENS]
 
     @property
     def generates(self) -> bool:

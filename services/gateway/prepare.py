@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import anyio.to_thread
 
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter
-from common.protocol.messages import MAX_PREDICTION_TOKENS
 from common.text.bundle import TextBundle
 from common.text.grammar import MAX_CACHED, GrammarCompiler
 from services.gateway import openai, tools
@@ -263,12 +262,11 @@ class Preparer:
         return await self._in_thread(encode) if sum(map(len, parts)) > _INLINE_CHARS else encode()
 
     async def _prediction(self, request: Arguments) -> list[int]:
-        """The tokens of what the client expects of the answer, as many as are looked up."""
+        """The tokens of what the client expects of the answer."""
         text = "" if request.prediction is None else request.prediction.text
 
         def encode() -> list[int]:
-            ids = self._tokenizer.encode(text, param="prediction")[:MAX_PREDICTION_TOKENS]
-            return [token for token in ids if token < self._bundle.num_ids]
+            return [token for token in self._tokenizer.encode(text, param="prediction") if token < self._bundle.num_ids]
 
         return await self._in_thread(encode) if len(text) > _INLINE_CHARS else encode()
 

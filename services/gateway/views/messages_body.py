@@ -95,6 +95,7 @@ REFUSED: arguments.Table = {
 }
 IGNORED: arguments.Table = {
     **arguments.IGNORED,
+    "prediction": (),  # looked up for chats and completions alone
     "inference_geo": (),
     "metadata": ({},),
     "service_tier": ("auto", "standard_only"),

@@ -93,6 +93,7 @@ REFUSED: arguments.Table = {
 }
 IGNORED: arguments.Table = {
     **arguments.IGNORED,
+    "prediction": (),  # looked up for chats and completions alone
     "max_tool_calls": (),  # OpenAI's limits its own tools
     "stream_options": ({}, {"include_obfuscation": False}, {"include_usage": True}),
 }
