@@ -2,8 +2,8 @@
 
 A warp multiplies 16 weight rows: what a thread reads of one of them, 16 bytes a read, is its part of the fragments of
 `mma.sync` (m16n8k16), with the inputs of its codes in the order in which they lie. So no code goes through shared memory, no
-thread waits for another, and reads of several steps are under way in every warp. The first of them begin before the kernel's
-turn comes (programmatic dependent launch): they ask for weights only.
+thread waits for another, and a warp asks for the codes of its next step, or the next few, while it multiplies. The first reads
+begin before the kernel's turn comes (programmatic dependent launch): they ask for weights only.
 
 A thread's values are one element of each tensor here; `mma.sync` is an instruction of all threads of a warp on them.
 
@@ -63,6 +63,8 @@ ADD = gl.constexpr(
     {_PRODUCT} {{$0, $1, $2, $3}}, {{one, none, one, none}}, {{$4, $5}}, {{$8, $9, $10, $11}};
     {_PRODUCT} {{$0, $1, $2, $3}}, {{none, one, none, one}}, {{$6, $7}}, {{$0, $1, $2, $3}}; }}"""
 )
+"""$0, $1: sums of two activation rows' inputs of the low halves; $2, $3: of the high ones. $4 … $7: activations, as $16 … $19 of
+`MULTIPLY`. $8 … $11: the sums so far."""
 
 
 @gluon.jit
@@ -96,7 +98,7 @@ def _multiplied(numbers, low_0, low_1, high_0, high_1, sums):
 
 @gluon.jit
 def _added(low_0, low_1, high_0, high_1, sums):
-    """`sums` of two activation rows' inputs of the low halves, then of the high ones, and those of four registers."""
+    """`sums` of two activation rows' inputs, with those in four registers: see `ADD`."""
     a, b, c, d = sums
     return gl.inline_asm_elementwise(
         ADD,
