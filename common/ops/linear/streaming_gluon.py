@@ -63,8 +63,8 @@ ADD = gl.constexpr(
     {_PRODUCT} {{$0, $1, $2, $3}}, {{one, none, one, none}}, {{$4, $5}}, {{$8, $9, $10, $11}};
     {_PRODUCT} {{$0, $1, $2, $3}}, {{none, one, none, one}}, {{$6, $7}}, {{$0, $1, $2, $3}}; }}"""
 )
-"""$0, $1: sums of two activation rows' inputs of the low halves; $2, $3: of the high ones. $4 … $7: activations, as $16 … $19 of
-`MULTIPLY`. $8 … $11: the sums so far."""
+"""$0, $1: sums of two activation rows' inputs of the low halves; $2, $3: of the high ones. $4 … $7: activations, as $16 … $19
+of `MULTIPLY`. $8 … $11: the sums so far."""
 
 
 @gluon.jit
