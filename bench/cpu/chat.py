@@ -20,7 +20,7 @@ import httpx
 
 from bench.common.machine import describe
 from bench.cpu import copying
-from bench.cpu.others import Others, wait_for_quiet
+from bench.cpu.others import undisturbed
 from bench.cpu.up import model_of, penstock_up, stream_chat
 
 PROMPTS = (
@@ -94,12 +94,8 @@ def main() -> None:
         anyio.run(rates, urls, "Hello", 16, "warm-up")
         for turn in range(options.turns):
             for prompt in prompts:
-                while True:
-                    wait_for_quiet(options.max_others)
-                    others = Others()
-                    found = anyio.run(rates, urls, prompt, options.tokens, f"turn {turn}", options.temperature)
-                    if others.share() <= options.max_others:
-                        break
+                asked = (prompt, options.tokens, f"turn {turn}", options.temperature)
+                found = undisturbed(options.max_others, rates, urls, *asked)
                 ratios[prompt].append([rate / found[0] for rate in found[1:]])
                 print(
                     f"turn {turn + 1}, {title(prompt)}: {', '.join(f'{rate:.1f}' for rate in found)}",

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+import anyio
 
 from bench.common.stack import psutil_module
 
 QUIET_S = 3.0
 _TICKS = os.sysconf("SC_CLK_TCK")
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 
 
 class Others:
@@ -34,6 +40,17 @@ def wait_for_quiet(max_share: float) -> None:
         time.sleep(QUIET_S)
         if others.share() <= max_share:
             return
+
+
+def undisturbed(max_share: float, measure: Callable[[*_Ts], Awaitable[_T]], *args: *_Ts) -> _T:
+    """Run `measure` while others take no more than this share of the machine: again for as long as they take more. Return its
+    last result."""
+    while True:
+        wait_for_quiet(max_share)
+        others = Others()
+        found = anyio.run(measure, *args)
+        if others.share() <= max_share:
+            return found
 
 
 def _busy_s() -> float:

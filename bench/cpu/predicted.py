@@ -20,7 +20,7 @@ import httpx
 
 from bench.common.machine import describe
 from bench.cpu.chat import PROMPTS, title
-from bench.cpu.others import Others, wait_for_quiet
+from bench.cpu.others import undisturbed
 from bench.cpu.up import penstock_up
 
 
@@ -59,13 +59,9 @@ def main() -> int:
         anyio.run(pair, url, "Hello", 16, "warm-up", options.every)
         for turn in range(options.turns):
             for prompt in PROMPTS:
-                while True:
-                    wait_for_quiet(options.max_others)
-                    others = Others()
-                    plain, predicted, equal = anyio.run(pair, url, prompt, options.tokens, f"turn {turn}", options.every)
-                    same = same and equal
-                    if others.share() <= options.max_others:
-                        break
+                asked = (prompt, options.tokens, f"turn {turn}", options.every)
+                plain, predicted, equal = undisturbed(options.max_others, pair, url, *asked)
+                same = same and equal
                 ratios[prompt].append(plain / predicted)
                 print(f"turn {turn + 1}, {title(prompt)}: {plain:.2f} s, {predicted:.2f} s", file=sys.stderr, flush=True)
     print(f"{describe()}\n\n| prompt | with a prediction |\n|---|---|")

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from common.cli.fleet import ModelFleet
-from common.cli.preflight import Servable, check_model, on_cpu
+from common.cli.preflight import Servable, check_model, servable_on_cpu
 from common.cli.pull import ensure
-from common.engine.load.layout import EngineConfig, limit_context
+from common.engine.load.layout import EngineConfig, limit_context, resolve_engine_precision
 from common.models.config import load_config
 from common.models.draft_folder import check_fits, check_whole, draft_spec, lacking
 from common.models.source import ModelFiles, resolve
@@ -53,7 +53,11 @@ def check_draft_model(fleet: ModelFleet, *, fetch: bool = True) -> DraftCheck:
         if any(lacking(files)):
             check_fits(files, target)
             inventory = check_whole(files)  # each draft worker completes it, which takes torch
-            return DraftCheck(files, None if on_gpu else on_cpu(files, limit_context(config, engine), inventory, engine))
+            if on_gpu:
+                return DraftCheck(files)
+            model = limit_context(config, engine)
+            precision = resolve_engine_precision(model, engine, "cpu")
+            return DraftCheck(files, servable_on_cpu(files, model, precision, inventory, engine))
         check_same_vocabulary(target, files)
         return DraftCheck(files, check_model(name, engine, "cuda" if on_gpu else "cpu", drafts=True))
     except PenstockError as error:

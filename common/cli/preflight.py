@@ -81,18 +81,22 @@ def check_model(spec: str, engine: EngineConfig | None = None, device: DeviceKin
     warnings = _check_text(files, model, engine)
     if device == "cuda":
         return Servable(files=files, model=model, precision=precision, longest=model.max_context, warnings=warnings)
-    return on_cpu(files, model, inventory, engine, warnings)
+    return servable_on_cpu(files, model, precision, inventory, engine, warnings)
 
 
-def on_cpu(
-    files: ModelFiles, model: ModelConfig, inventory: Inventory, engine: EngineConfig, warnings: Sequence[str] = ()
+def servable_on_cpu(
+    files: ModelFiles,
+    model: ModelConfig,
+    precision: Precision,
+    inventory: Inventory,
+    engine: EngineConfig,
+    warnings: Sequence[str] = (),
 ) -> Servable:
-    """Return what an engine on a CPU takes for a model with these weights. model: its context as `engine` limits it.
+    """Return what an engine on a CPU takes for a model with these weights. model: with its context as `engine` limits it.
 
     :raises ConfigError: why it can't be served.
     """
     warnings = list(warnings)
-    precision = resolve_engine_precision(model, engine, "cpu")
     if engine.engine == "torch" and precision.weights != "int8" and model.head_dim % HEAD_MULTIPLE:
         warnings.append(
             f"its heads of {model.head_dim} are no multiple of {HEAD_MULTIPLE}: on some CPUs attention over them depends on "

@@ -37,12 +37,16 @@ class History:
         if isinstance(place, int):
             return self[range(len(self))[place] : range(len(self))[place] + 1][0]
         start, end, _ = place.indices(len(self))
-        before: list[int] = []
-        if self._before:
-            before = token_bytes.unpack(self._before[TOKEN_BYTES * start : TOKEN_BYTES * max(start, end)])
-            start, end = (max(0, at - len(self._before) // TOKEN_BYTES) for at in (start, end))
+        if not self._before:
+            return self._own(start, end)
+        num_before = len(self._before) // TOKEN_BYTES
+        before = token_bytes.unpack(self._before[TOKEN_BYTES * start : TOKEN_BYTES * max(start, end)])
+        return before + self._own(max(0, start - num_before), max(0, end - num_before))
+
+    def _own(self, start: int, end: int) -> list[int]:
+        """Return a part of the sequence's tokens and what follows them."""
         known = self._tokens[start : min(end, self._known)]
-        return before + known + self._tail[max(0, start - self._known) : max(0, end - self._known)]
+        return known + self._tail[max(0, start - self._known) : max(0, end - self._known)]
 
     def settle(self, token: int) -> None:
         """Put in the last token, which was `plan.UNKNOWN`."""

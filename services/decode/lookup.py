@@ -1,6 +1,6 @@
 """Proposals by lookup: what came the last time the text ended like this, in the request or in recent answers. Pure.
 
-What a client says that the answer will repeat (`Generation.prediction`) stands before its prompt.
+The text that a client expects the answer to repeat (`Generation.prediction`) is indexed before the prompt.
 
 A guess takes the longest match of the text's end (`token_index`), of several occurrences the most frequent continuation, and
 copies what followed. How likely that is to hold is measured by the length of the match (`hit_rates`), so each token of each

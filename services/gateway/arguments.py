@@ -276,7 +276,10 @@ class Notes:
             self.labels.append(label)
 
     def note(self, name: str, hint: str) -> None:
-        """An argument that is obeyed has no effect this time. :raises InvalidParameter: if `strict` is set."""
+        """Name an argument of a known kind that has no effect in this request, and why (`hint`).
+
+        :raises InvalidParameter: if `strict` is set.
+        """
         if self.strict:
             raise InvalidParameter(f"{name} has no effect here: {hint}", param=name)
         self._named[name] = f" ({hint})"

@@ -19,7 +19,7 @@ from services.gateway.logprobs import TokenNames
 from services.gateway.whole import Pieces
 
 _BEFORE_PREDICTION = 8
-"""Tokens of a prompt's end, which most often hold a chat template's beginning of an answer."""
+"""Tokens of the prompt's end that are looked up with a prediction: most often what a chat template begins answers with."""
 
 
 class StreamWriter(Protocol):

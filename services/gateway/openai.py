@@ -31,7 +31,7 @@ MAX_MESSAGES = 8192
 MAX_PARTS = 16384
 """Content parts of all messages of a request."""
 MAX_PREDICTION_BYTES = 48 * 1024
-"""Of JSON, in a body that is large: a larger prediction has no effect."""
+"""Of a prediction's JSON in a body that is not decoded at once (`parse.SMALL_BYTES`); a larger one has no effect there."""
 
 RANDOM_SEED = -1
 NO_LIMIT = -1

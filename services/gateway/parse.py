@@ -171,7 +171,8 @@ def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
 
 
 def _leave_large_prediction(found: dict[str, Span], notes: Notes) -> None:
-    """What a client expects of an answer changes nothing but its speed: one that is too large is no error."""
+    """Leave out a prediction that is too large to be decoded at once. It changes only how fast an answer comes, so this is no
+    error."""
     if (span := found.get("prediction")) is not None and span.size > openai.MAX_PREDICTION_BYTES:
         del found["prediction"]
         notes.note("prediction", "larger than is looked up")

@@ -262,7 +262,7 @@ class Preparer:
         return await self._in_thread(encode) if sum(map(len, parts)) > _INLINE_CHARS else encode()
 
     async def _prediction(self, request: Arguments) -> list[int]:
-        """The tokens of what the client expects of the answer."""
+        """Return the tokens of the text that the client expects the answer to repeat."""
         text = "" if request.prediction is None else request.prediction.text
 
         def encode() -> list[int]:

@@ -54,7 +54,8 @@ def run(name: str, command: list[str], cache: Path) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in SETS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SETS))
 def test_a_row_has_the_same_bits_in_every_batch(name: str, tmp_path: Path) -> None:
     ran = run(name, ["-m", "pytest", "-p", "no:cacheprovider", "-k", "same_bits", *TESTS], tmp_path)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]

@@ -15,7 +15,7 @@ from common.ops.sizes import cdiv, next_power_of_2
 _COLUMNS = 8
 """Activation rows of `mma.sync`."""
 MOST_ROWS = 2 * _COLUMNS
-"""For which a thread has registers."""
+"""Activation rows at most: a thread has no registers for more."""
 MOST_BYTE_ROWS = 4
 """Of which each takes two columns."""
 _SHARED_BYTES = 48 * 1024
@@ -24,8 +24,9 @@ _ROWS = 16
 """Weight rows of a warp."""
 _BYTE_STAGES = {64: 3, 128: 2}
 _STAGES = {(64, 1): 3, (64, 2): 2, (128, 1): 1, (128, 2): 1}
-"""Steps that a warp has under way, by the inputs that share a scale and, in bf16, by how often there are eight activation rows:
-no more than there are registers for. In a model one step of 256 inputs is faster than two, but for activations in bytes."""
+"""Steps whose codes a warp asks for before it multiplies them, no more than there are registers for: with activations in bytes,
+by the inputs that share a scale; in bf16, also by how many times eight activation rows there are. In a model one step of 256
+inputs is faster than two in bf16, and two are faster in bytes."""
 _REGISTERS = 128
 """Of a thread, so that `_AT_ONCE` warps fit on a multiprocessor: those of the usual shapes then run all at once."""
 _AT_ONCE = 16
@@ -58,6 +59,7 @@ def streaming_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidat
 
 
 def _cut(shape: Shape, num_sms: int, stages: int) -> list[Candidate]:
+    """Return the ways to share the inputs out; none where too few warps would run."""
     cuts = _cuts(shape, num_sms, stages)
     if _warps(shape, num_sms, cuts) < _FEWEST:
         return []
