@@ -40,11 +40,12 @@ class Starting:
 
 
 @contextmanager
-def starting(flags: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[Starting]:
+def starting(flags: Sequence[str], environ: Mapping[str, str] | None = None, *, bus: str = "") -> Iterator[Starting]:
     """A whole system, for several that start at once, which ends with this process, however it ends. environ: variables on top
-    of this process's."""
+    of this process's. bus: of a NATS server that runs already; one of its own without."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "common.cli", "up", f"--http-port={port}", "--nats-port=0", *flags]
+    joins = f"--nats-url={bus}" if bus else "--nats-port=0"
+    command = [sys.executable, "-m", "common.cli", "up", f"--http-port={port}", joins, *flags]
     guarded = [sys.executable, "-m", "common.runtime.parent_death", "SIGTERM", *command]
     env = os.environ | dict(environ or {}) | {PARENT_VARIABLE: str(os.getpid())}
     with tempfile.TemporaryFile() as log:

@@ -3,6 +3,7 @@
     python -m bench.drafting --gpus 0,1                      shapes of Llama 3.1 8B and 3.2 1B, each on a GPU of its own
     python -m bench.drafting --gpus 0 --ways off,shared      both on one GPU
     python -m bench.drafting --gpus 0 --ways off,idle --streams 1,64,256 --kv-mb 16000
+    python -m bench.drafting --gpus 0 --ways off,timed --percent 80 --timed "--draft-ms=0.62,0.85 --submit-ms=0.05,0.0125"
     python -m bench.drafting --streams 1,4 --target dummy:smollm2-135m-6-layers-counting \\
         --draft dummy:smollm2-135m-1-layers-counting         in small, on a CPU
 
@@ -12,6 +13,7 @@ draft model is right behind a share of the tokens, by its weights; behind half o
     off      no speculation
     apart    the draft worker on the last GPU, the target on the first
     shared   both on the first
+    timed    a draft worker whose engine only takes time (`timed_draft.py`, which --timed is for): the target's side alone
     idle     lookup in the target's steps and a draft worker without a model, and nothing to propose, since no text repeats
 
 Each way and share is a system of its own, as `penstock up` starts it; all run at the same time, and take turns. Per way:
@@ -32,11 +34,13 @@ vLLM with the same models, on one GPU, which drafts between its steps (bench/pee
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -46,18 +50,21 @@ import httpx
 import msgspec
 
 from bench.common.machine import describe
+from bench.common.stack import ROOT, free_ports
 from bench.common.table import markdown
-from bench.cpu.up import model_of, starting
+from bench.cpu.up import Starting, model_of, starting
 from bench.serve.client import Outcome, TimedStream
-from common.cli.speculation_counts import DRAFT_WORKER, Key, Reading, found_by_gateway, growth, read
+from common.cli.speculation_counts import DRAFT_WORKER, Reading, found_by_gateway, growth, read
 from common.cli.speculation_report import between
 from common.models.config import load_config
 from common.models.source import resolve
+from common.runtime.nats_server import find_binary
+from common.runtime.parent_death import PARENT_VARIABLE
 
-IDLE = "idle"
-WAYS = ("off", "apart", "shared", IDLE)
+IDLE, TIMED = "idle", "timed"
+WAYS = ("off", "apart", "shared", TIMED, IDLE)
 PATH = "/v1/completions"
-DRAFT_STEPS = "penstock_draft_model_steps_total"
+DRAFT_STEPS, RECEIVED = "penstock_draft_model_steps_total", "penstock_speculation_received_proposals_total"
 DRAFT_READY_S = 180.0
 """How long a draft worker may take to draft behind the time at which `penstock up` is ready."""
 SPELT_FROM = 256
@@ -95,6 +102,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--timed", default="", help="flags of `bench.drafting.timed_draft`, with blanks between")
     parser.add_argument("--kv-mb", type=int, default=0, help="of each engine; 0: what all streams need")
     parser.add_argument("--up", action="append", default=[], metavar="--NAME=VALUE", help="a setting for every `penstock up`")
     options = parser.parse_args(argv)
@@ -127,7 +135,9 @@ def flags_of(way: Way, options: argparse.Namespace) -> list[str]:
     flags += [f"--kv-cache-mb={options.kv_mb or 512 + 2 * needed}", *options.up]
     if not options.gpus:
         flags.append("--device=cpu")
-    if way.percent:
+    if way.name == TIMED:
+        flags.append("--draft=0")
+    elif way.percent:
         flags += ["--draft=1", f"--draft-model={options.draft}-{way.percent}"]
     elif way.name == IDLE:
         flags.append("--draft=1")
@@ -141,6 +151,23 @@ def environ_of(way: Way, gpus: Sequence[str]) -> dict[str, str]:
     if not gpus:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus if way.name == "apart" else gpus[:1])}
+
+
+@contextmanager
+def timed_draft_on_a_bus(way: Way, options: argparse.Namespace) -> Iterator[str]:
+    """A NATS server, whose URL this is, and on it a draft worker that only takes time."""
+    (port,) = free_ports(1)
+    bus, guard = f"nats://127.0.0.1:{port}", [sys.executable, "-m", "common.runtime.parent_death", "SIGKILL"]
+    draft = [sys.executable, "-m", "bench.drafting.timed_draft", f"--nats={bus}", f"--target={options.target}"]
+    commands = [str(find_binary()), "-a=127.0.0.1", f"-p={port}"], [*draft, f"--percent={way.percent}", *options.timed.split()]
+    env = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+    children = [subprocess.Popen([*guard, *command], cwd=ROOT, env=env, stdout=subprocess.DEVNULL) for command in commands]
+    try:
+        yield bus
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 async def check(system: System, start: int, count: int) -> None:
@@ -193,7 +220,8 @@ async def drafting(system: System) -> None:
     :raises SystemExit: if it has drafted nothing after `DRAFT_READY_S`.
     """
     deadline = anyio.current_time() + DRAFT_READY_S
-    while not any(one.counts[Key(DRAFT_STEPS)] for one in await accepted(system)):
+    told = RECEIVED if system.way.name == TIMED else DRAFT_STEPS  # a timed draft worker has no /metrics
+    while not any(count for one in await accepted(system) for key, count in one.counts.items() if key.name == told):
         if anyio.current_time() > deadline:
             raise SystemExit(f"{system.way}: its draft worker has drafted nothing; is there memory for all? See --kv-mb")
         await anyio.sleep(1)
@@ -270,9 +298,10 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     vocab = load_config(resolve(options.target, weights=False)).vocab_size
     with ExitStack() as running:
-        started = [
-            running.enter_context(starting(flags_of(way, options), environ_of(way, options.gpus))) for way in options.ways
-        ]
+        started: list[Starting] = []
+        for way in options.ways:
+            bus = running.enter_context(timed_draft_on_a_bus(way, options)) if way.name == TIMED else ""
+            started.append(running.enter_context(starting(flags_of(way, options), environ_of(way, options.gpus), bus=bus)))
         for system in started:
             system.wait()
         rows, more = anyio.run(measure, options, [system.url for system in started], vocab)

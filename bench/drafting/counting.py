@@ -19,7 +19,6 @@ from services.decode.speculation_policy import SpeculationPolicy
 from services.decode.step_costs import SIZES, StepCosts
 
 VOCAB = 1 << 20
-WRONG = VOCAB // 2
 BLOCK_TOKENS = 16
 PROMPT, VERIFIED = 128, 7
 
@@ -29,20 +28,21 @@ def texts(streams: int) -> dict[str, list[int]]:
     return {f"s{number}": [number * 10_007 + place for place in range(PROMPT)] for number in range(streams)}
 
 
-def choices(token: int, percent: float) -> tuple[int, int]:
-    """Return what the draft model says behind a token first and second; the token after it is right."""
+def choices(token: int, percent: float, vocab: int = VOCAB) -> tuple[int, int]:
+    """Return what the draft model says behind a token first and second; the token after it is right. vocab: ids that there
+    are, in the first half of which texts count."""
     dice = random.Random(token)
-    right, wrong = (token + 1) % VOCAB, (token + WRONG) % VOCAB
+    right, wrong = (token + 1) % vocab, (token + vocab // 2) % vocab
     if 100 * dice.random() < percent:
         return right, wrong
-    return wrong, right if dice.random() < 0.5 else (wrong + 1) % VOCAB
+    return wrong, right if dice.random() < 0.5 else (wrong + 1) % vocab
 
 
-def samples(first: int, second: int, *, with_logprobs: bool) -> RowSamples:
+def samples(first: int, second: int, *, with_logprobs: bool, vocab: int = VOCAB) -> RowSamples:
     """Return what a draft step gives for a row with these two choices: the first one, and its log-probabilities. As with dummy
     models that count, the second one is as likely as one in six if it is right, and next to impossible else."""
-    others = range(WRONG - 8, WRONG - 2)
-    best, next_best = (-0.18, -1.97) if second < WRONG <= first else (-1e-4, -12.0)
+    others = range(vocab // 2 - 8, vocab // 2 - 2)
+    best, next_best = (-0.18, -1.97) if second < vocab // 2 <= first else (-1e-4, -12.0)
     said = TokenLogprobs(best, (first, second, *others), (best, next_best, *(-14.0 - rank for rank in range(6))))
     return RowSamples([first], logprobs=[said] if with_logprobs else None)
 

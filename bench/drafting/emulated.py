@@ -21,11 +21,10 @@ import argparse
 import asyncio
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import anyio
 import msgspec
@@ -33,11 +32,8 @@ import msgspec
 from bench.common.machine import describe
 from bench.common.stack import free_ports, running
 from bench.common.table import markdown
-from bench.drafting.counting import BLOCK_TOKENS, VERIFIED, VOCAB, Counts, choices, draft_book, samples, texts
-from common.cache.grouped_pool import GroupedPool, PoolGroup
-from common.cache.pool import BlockPool
-from common.cache.retention import KEEP_ALL
-from common.engine.plan import RowSamples, StepPlan, StepResult
+from bench.drafting import timed_draft
+from bench.drafting.counting import VERIFIED, Counts, draft_book, texts
 from common.protocol.draft_messages import DraftClose, DraftResync, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Message
@@ -45,13 +41,7 @@ from common.runtime import logs, nats_bus
 from common.runtime.actor import Actor, Role
 from common.runtime.service import SWITCH_INTERVAL_S
 from services.decode.config import DecodeConfig
-from services.draft.config import DraftConfig
-from services.draft.model_actor import ModelDraftActor
-from services.draft.model_engine import DraftEngine, open_draft_engine
 
-MODEL = "dummy:llama-3.2-1b-counting"
-"""Whose name both sides have; nothing of it is loaded."""
-NUM_BLOCKS = 40_000
 WARM_UP_S = 1.5
 READY_S = 240.0
 """For a model on a GPU whose kernels are compiled first."""
@@ -60,18 +50,11 @@ LATE_S = 5e-4
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Milliseconds. lag: from the end of a target's step to its message.
-
-    percent: of all tokens, those behind which the draft model is right.
-    """
+    """Milliseconds. verified: of each token that a step verifies. lag: from the end of a target's step to its message."""
 
     target: float
     verified: float
-    draft: float
-    submit: float
-    submit_row: float
     lag: float
-    percent: float
 
     def step_s(self, num_tokens: int) -> float:
         """Return how long a step of the target takes."""
@@ -86,78 +69,6 @@ class Found(msgspec.Struct):
     round_trip_ms: float
 
 
-# ── the draft worker's engine ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class TimedStep:
-    """A step on its way; see `plan.PendingStep`."""
-
-    def __init__(self, rows: list[RowSamples], ends_at: float) -> None:
-        self._rows, self._ends_at = rows, ends_at
-
-    def result(self) -> StepResult:
-        time.sleep(max(0.0, self._ends_at - time.perf_counter()))
-        return StepResult(rows=self._rows, elapsed_s=0.0)
-
-
-class TimedRunner:
-    """`plan.Runner`, as far as a draft worker needs it."""
-
-    run_ahead = 2
-    max_context = vocab_size = VOCAB
-
-    def __init__(self, times: Times) -> None:
-        self._times = times
-        self._free_at = 0.0
-        self._samples: list[int] = []
-
-    def may_compile(self, plan: StepPlan) -> bool:
-        return False
-
-    def submit(self, plan: StepPlan) -> TimedStep:
-        over_at = time.perf_counter() + 1e-3 * (self._times.submit + self._times.submit_row * len(plan.rows))
-        rows: list[RowSamples] = []
-        for row in plan.rows:
-            last = self._samples[row.feed] if row.feed >= 0 and len(row.tokens) == 1 else row.tokens[-1]
-            drawn = choices(last, self._times.percent)
-            rows.append(samples(*drawn, with_logprobs=row.sampling.logprobs >= 0) if row.num_samples else RowSamples([]))
-        self._samples = [token for row in rows for token in row.tokens]
-        while time.perf_counter() < over_at:  # the interpreter is held, as while a step is packed
-            pass
-        self._free_at = max(self._free_at, time.perf_counter()) + 1e-3 * self._times.draft
-        return TimedStep(rows, self._free_at)
-
-
-class TimedEngine:
-    """`Engine`, as far as a draft worker needs it."""
-
-    on_gpu = True
-
-    def __init__(self, times: Times) -> None:
-        self.runner = TimedRunner(times)
-
-    def pool(self, fence: object, *, zero_retention: bool) -> GroupedPool:
-        return GroupedPool(PoolGroup(BlockPool(NUM_BLOCKS, BLOCK_TOKENS), KEEP_ALL))
-
-    def close(self) -> None: ...
-
-
-async def draft_side(options: argparse.Namespace) -> None:
-    spec = options.draft or MODEL
-    config = DraftConfig(nats_url=options.nats, model=spec, draft_model=spec, draft_branches=options.branches, heartbeat_s=0.5)
-
-    def open_engine(name: str, on_progress: Callable[[int, int], None]) -> DraftEngine:
-        if options.draft:
-            return open_draft_engine(config, name, on_progress)
-        timed: Any = TimedEngine(times_of(options))
-        return DraftEngine(timed, "")
-
-    bus = await nats_bus.connect(options.nats, name="draft")
-    actor = ModelDraftActor(bus=bus, config=config, open_engine=open_engine)
-    actor.polls = actor.polls and not options.no_polling
-    await actor.run()
-
-
 # ── the target ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -168,7 +79,7 @@ class Target(Actor):
     hears = ("draft",)
 
     def __init__(self, bus: nats_bus.NatsBus, nats: str, times: Times, streams: int, seconds: float) -> None:
-        super().__init__(bus=bus, config=DecodeConfig(nats_url=nats, model=MODEL, heartbeat_s=0.5))
+        super().__init__(bus=bus, config=DecodeConfig(nats_url=nats, model=timed_draft.MODEL, heartbeat_s=0.5))
         self._times, self._seconds = times, seconds
         self._book = draft_book(times.step_s)
         self._texts = texts(streams)
@@ -244,32 +155,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m bench.drafting.emulated", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", default="1,8")
-    parser.add_argument("--percent", type=float, default=80, help="of tokens behind which the draft model is right")
     parser.add_argument("--target-ms", type=float, default=5.6)
     parser.add_argument("--verified-ms", type=float, default=0.02, help="of each token of the target's step")
-    parser.add_argument("--draft-ms", type=float, default=0.85)
-    parser.add_argument("--submit-ms", default="0.32,0.01", help="of the host, for a step and for each row of it")
     parser.add_argument("--lag-ms", type=float, default=1.0, help="whole milliseconds")
-    parser.add_argument("--branches", type=int, default=-1, help="as --draft-branches")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each number of streams")
-    parser.add_argument("--draft", default="", help="a dummy model that counts, on a GPU, instead of an engine that takes time")
-    parser.add_argument("--no-polling", action="store_true", help="the draft worker waits for its steps in a thread")
-    parser.add_argument("--side", choices=["draft", "target"], help=argparse.SUPPRESS)
+    timed_draft.add_arguments(parser)
     parser.add_argument("--nats", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def times_of(options: argparse.Namespace) -> Times:
-    submit, row = map(float, options.submit_ms.split(","))
-    return Times(
-        target=options.target_ms,
-        verified=options.verified_ms,
-        draft=options.draft_ms,
-        submit=submit,
-        submit_row=row,
-        lag=options.lag_ms,
-        percent=options.percent,
-    )
+    return Times(target=options.target_ms, verified=options.verified_ms, lag=options.lag_ms)
 
 
 async def measure(argv: Sequence[str], streams: int) -> Found:
@@ -279,9 +175,8 @@ async def measure(argv: Sequence[str], streams: int) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         async with running(Path(folder)) as stack:
             stack.start_nats(port)
-            flags = [*argv, f"--nats={nats}", f"--streams={streams}"]
-            stack.start("draft", "bench.drafting.emulated", *flags, "--side=draft")
-            target = stack.start("target", "bench.drafting.emulated", *flags, "--side=target")
+            stack.start("draft", "bench.drafting.timed_draft", f"--nats={nats}", *timed_draft.flags_of(parse(argv)))
+            target = stack.start("target", "bench.drafting.emulated", *argv, f"--nats={nats}", f"--streams={streams}")
             await anyio.to_thread.run_sync(target.process.wait)
             said = target.log.read_text().splitlines()
             found = [line for line in said if line.startswith('{"counts"')]
@@ -303,14 +198,11 @@ def row_of(streams: int, found: Found, times: Times) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     times = times_of(options)
-    if options.side:
+    if options.nats:  # this is the target's process
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         logs.configure("warning", "console")
-        streams = int(options.streams)
-        if options.side == "draft":
-            anyio.run(draft_side, options, backend_options={"use_uvloop": True})
-        else:
-            anyio.run(target_side, options.nats, times, streams, options.seconds, backend_options={"use_uvloop": True})
+        arguments = options.nats, times, int(options.streams), options.seconds
+        anyio.run(target_side, *arguments, backend_options={"use_uvloop": True})
         return 0
     rows = [row_of(int(streams), anyio.run(measure, argv, int(streams)), times) for streams in options.streams.split(",")]
     print(f"{describe()}\n")

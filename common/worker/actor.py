@@ -52,6 +52,7 @@ from common.runtime.leases import LeaseTable
 from common.transfer.fence import memory_fence
 from common.transfer.shm import host_id
 from common.worker.constraints import Constraints
+from common.worker.engine_threads import EngineThreads
 from common.worker.fetch_rate import FetchRates
 from common.worker.kv_counts import KvCounts
 from common.worker.kv_events import KvEventPublisher
@@ -61,7 +62,7 @@ from common.worker.prefixes import Prefixes
 from common.worker.remote_kv import RemoteKv
 from common.worker.request_times import set_times
 from common.worker.scheduler import Scheduler
-from common.worker.stepping import EngineThreads, StepLoop
+from common.worker.stepping import StepLoop
 from common.worker.store_client import StoreClient
 from common.worker.traces import WorkerTraces
 from common.worker.watchdog import StepWatch

@@ -12,27 +12,26 @@ the probe fails, too, the engine is to blame, and is given up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import anyio
 from msgspec import structs
 
-from common.engine.plan import PendingStep, Runner, RunnerLost, StepPlan, StepResult, StepRow
+from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence
 from common.protocol.messages import SamplingParams
 from common.runtime import logs
+from common.worker.engine_threads import EngineThreads
 from common.worker.watchdog import StepWatch
 
 log = logs.get("engine")
 
 PROBE_TOKEN = 1
 """Token id that a probe computes in place of a request's tokens."""
-CLOSE_TIMEOUT_S = 2.0
 
 LEAD_S = 0.02
 """Seconds before the expected end of the running step at which the next one is planned. A step of a long prompt takes 0.2 s on
@@ -68,7 +67,8 @@ class Steps(Protocol):
     """What the loop tells of its steps."""
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
-        """Commit a step to the scheduler. What is returned tells everyone concerned; it is called once the next step runs."""
+        """Commit a step to the scheduler, and tell those who wait for what it gave. What is returned tells everyone else
+        concerned; it is called once the next step runs."""
         ...
 
     def step_ended(self, plan: StepPlan, elapsed_s: float, *, compiled: bool) -> None: ...
@@ -81,110 +81,14 @@ class Steps(Protocol):
         ...
 
 
-class _Polled(NamedTuple):
-    """A step whose result `EngineThreads.poll` takes."""
-
-    plan: StepPlan
-    step: PendingStep
-    running: asyncio.Future[StepResult]
-
-
-class EngineThreads:
-    """The threads of an engine: one that submits steps, and opened it, and one that waits for their results.
-
-    submits_here: the event loop submits the steps of an engine that runs ahead itself, which suits steps that are submitted
-    sooner than handed to another thread. Only those that are started `aside`, as they may compile kernels, go to that thread.
-    Of those that it submits it may take the results itself, too: the ones that are `polled`, while it calls `poll`.
-    """
-
-    def __init__(self, *, submits_here: bool = False) -> None:
-        self._submits_here = submits_here
-        self.submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
-        self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._polled: deque[_Polled] = deque()
-        self._last: asyncio.Future[StepResult] | None = None
-        """The last step whose result the waiting thread takes."""
-        self._runner: Runner | None = None
-        self._submitted: Future[PendingStep] | None = None
-        """The last one of the submitting thread."""
-        self.ran: Callable[[StepPlan], None] = lambda plan: None
-        """Called in the thread that waits for results as soon as a step has run, before the event loop knows."""
-
-    def start(self, runner: Runner, plan: StepPlan, *, aside: bool = False, polled: bool = False) -> asyncio.Future[StepResult]:
-        """A step on its way, behind those that are. polled: its result is taken by `poll`, if the loop can submit it, and the
-        waiting thread has nothing to wait for."""
-        loop = asyncio.get_running_loop()
-        if runner.run_ahead == 1:
-            return loop.run_in_executor(self.waiting, lambda: self._ended(plan, runner.execute(plan)))
-        submitted: Future[PendingStep]
-        if self._submits_here and not aside and (self._submitted is None or self._submitted.done()):
-            submitted = Future()
-            try:
-                submitted.set_result(self._submit(runner, plan, owns=True))
-            except Exception as error:
-                submitted.set_exception(error)
-            if polled and submitted.exception() is None and (self._last is None or self._last.done()):
-                self._polled.append(_Polled(plan, submitted.result(), loop.create_future()))
-                return self._polled[-1].running
-        else:
-            submitted = self._submitted = self.submitting.submit(self._submit, runner, plan, owns=not self._submits_here)
-        self._hand_over(loop)
-        self._last = loop.run_in_executor(self.waiting, lambda: self._ended(plan, submitted.result().result()))
-        return self._last
-
-    def poll(self) -> None:
-        """Take the results of polled steps that have run."""
-        while self._polled and self._polled[0].step.has_run():
-            plan, step, running = self._polled.popleft()
-            try:
-                result = self._ended(plan, step.result())
-            except Exception as error:
-                running.set_exception(error)
-            else:
-                running.set_result(result)
-
-    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have the waiting thread take the results of polled steps: one behind them is its own."""
-        while self._polled:
-            plan, step, running = self._polled.popleft()
-            taken = loop.run_in_executor(self.waiting, lambda plan=plan, step=step: self._ended(plan, step.result()))
-            taken.add_done_callback(partial(_pass_on, running))
-
-    @property
-    def polls(self) -> bool:
-        """Whether the oldest step on its way is polled, if any is."""
-        return bool(self._polled)
-
-    def _submit(self, runner: Runner, plan: StepPlan, *, owns: bool) -> PendingStep:
-        """owns: whether this thread submits all steps as a rule."""
-        if owns and self._runner is not runner:
-            self._runner = runner
-            getattr(runner, "own_thread", _nothing)()
-        return runner.submit(plan)
-
-    def _ended(self, plan: StepPlan, result: StepResult) -> StepResult:
-        self.ran(plan)
-        return result
-
-    def close(self) -> bool:
-        """Wait for the threads to end, but not for one that hangs. Returns whether all have ended."""
-        last: list[Future[None]] = []
-        for executor in (self.submitting, self.waiting):
-            last.append(executor.submit(_nothing))
-            executor.shutdown(wait=False)
-        try:
-            for future in last:
-                future.result(CLOSE_TIMEOUT_S)
-        except TimeoutError:
-            return False
-        return True
-
-
 class StepLoop:
     """`run` it in a task; `wake` it when something can be planned that could not be before.
 
-    tells_first: whether others wait for what a step gave, so that they are told before the next one is planned, if an engine
-    that runs ahead has one to go on with.
+    tells_first: whether others wait for what a step gave. `Steps.commit` has told them then. If an engine that runs ahead has a
+    step to go on with, the messages to them are sent at once, and everyone is told before the next step is planned.
+    settle: called behind that, to note what the committed step gave for plans of later ones.
+    at_hand: whether the event loop submits a step itself, and asks itself whether it has run: threads that take turns in the
+    interpreter would hold up whatever others say meanwhile, and what they are told.
     launched: called soon after a step was started, with the seconds until its end as far as they can be estimated; not called
     if it has ended by then.
     """
@@ -207,6 +111,8 @@ class StepLoop:
         self._clock = clock
         self._flights: deque[Flight] = deque()
         self.tells_first: Callable[[], bool] = lambda: False
+        self.settle: Callable[[], None] = _nothing
+        self.at_hand: Callable[[StepPlan], bool] = lambda plan: False
         self.launched: Callable[[StepPlan, float], None] | None = None
         self._wake = anyio.Event()
         self._report: Callable[[], None] = _nothing
@@ -222,7 +128,6 @@ class StepLoop:
             room = len(self._flights) < self._runner.run_ahead
             if room and self._flights and self.tells_first():
                 self._tell()
-                await sent()
             if room and (early_s := self._early_s()) > 0:
                 self._tell()
                 await asyncio.wait([self._flights[0].running], timeout=early_s)
@@ -256,10 +161,12 @@ class StepLoop:
             self._pace_s = min(pace_s, PACE_DECAY * self._pace_s) if self._pace_s else pace_s
 
     def _start(self, plan: StepPlan) -> Flight:
-        self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
+        compiling = self._runner.may_compile(plan)
+        self._watch.began(self._clock(), compiling=compiling)
+        at_hand = not compiling and self.at_hand(plan)
         num_tokens = plan.num_tokens + sum(ahead.plan.num_tokens for ahead in self._flights)
         flight = Flight(plan, self._ended + num_tokens * self._pace_s)
-        flight.running = self._threads.start(self._runner, plan)
+        flight.running = self._threads.start(self._runner, plan, here=at_hand, polled=at_hand)
         if self.launched is not None:
             asyncio.get_running_loop().call_later(LAUNCH_S, self._launched, flight)
         return flight
@@ -272,13 +179,15 @@ class StepLoop:
         """Wait for a step and commit it. False if it failed, and with it those submitted after it."""
         plan = flight.plan
         try:
-            result = await flight.running
+            result = await self._result(flight)
         except RunnerLost:
             log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
             raise  # nobody is told that a request failed: gateways go on elsewhere, with the tokens so far
         except Exception:
             log.exception("step_failed", step=plan.step, rows=len(plan.rows))
-            await asyncio.gather(*(later.running for later in self._flights), return_exceptions=True)
+            for later in self._flights:
+                with contextlib.suppress(Exception):
+                    await self._result(later)
             for _ in range(1 + len(self._flights)):
                 self._watch.ended(self._clock())
             self._flights.clear()
@@ -290,7 +199,16 @@ class StepLoop:
         self._measure(plan.num_tokens, self._ended - began)
         self._steps.step_ended(plan, self._ended - began, compiled=compiled)
         self._report = self._steps.commit(plan, result)
+        if self._flights and self.tells_first():
+            await sent()
+        self.settle()
         return True
+
+    async def _result(self, flight: Flight) -> StepResult:
+        while self._threads.polls and not flight.running.done():
+            await asyncio.sleep(0)
+            self._threads.poll()
+        return await flight.running
 
     def _tell(self) -> None:
         report, self._report = self._report, _nothing
@@ -336,7 +254,7 @@ class StepLoop:
         plan = structs.replace(plan, rows=[_probe(row) for row in plan.rows])
         self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
         try:
-            await self._threads.start(self._runner, plan)
+            await self._threads.start(self._runner, plan, here=False)
         except RunnerLost:
             raise
         except Exception:
@@ -376,18 +294,6 @@ def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:
     """One sequence stays as it is: it is tried once more, alone."""
     middle = (len(sequences) + 1) // 2
     return [half for half in (sequences[:middle], sequences[middle:]) if half]
-
-
-def _pass_on(running: asyncio.Future[StepResult], taken: asyncio.Future[StepResult]) -> None:
-    """Give what was taken to who waits for the step, unless that was cancelled."""
-    if running.done():
-        return
-    if taken.cancelled():
-        running.cancel()
-    elif (error := taken.exception()) is not None:
-        running.set_exception(error)
-    else:
-        running.set_result(taken.result())
 
 
 def _nothing() -> None:

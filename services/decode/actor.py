@@ -31,11 +31,13 @@ from common.protocol.trace_context import child_of
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
+from common.runtime.cores import usable_cores
 from common.text.vocabulary import vocabulary_digest
 from common.transfer.base import Transport
 from common.transfer.measured import MeasuredTransport
 from common.worker.actor import EngineWorker, OpenEngine
 from common.worker.early_heartbeats import EarlyHeartbeats
+from common.worker.engine_threads import MIN_POLLING_CORES
 from services.decode.arrivals import Arrivals
 from services.decode.config import DecodeConfig
 from services.decode.device_head import DeviceHeadDrafts
@@ -57,6 +59,8 @@ log = logs.get("decode")
 
 LOOKUP_TOKENS = 1 << 19
 """Tokens of all running sequences that are looked up in, about 40 MB; each sequence has an equal share."""
+MAX_AT_HAND_TOKENS = 128
+"""Of a step that is submitted by the event loop, which does nothing else meanwhile."""
 RECENT_TOKENS = 1 << 17
 """Tokens of ended answers that are looked up in, about 10 MB."""
 
@@ -85,7 +89,9 @@ class DecodeActor(EngineWorker):
 
     async def start(self) -> None:
         await super().start()
-        self.loop.tells_first = lambda: self.drafts.expects_proposals
+        self.loop.tells_first, self.loop.settle = lambda: self.drafts.expects_proposals, self.settle
+        if self.engine.on_gpu and usable_cores() >= MIN_POLLING_CORES:
+            self.loop.at_hand = self.is_at_hand
         if self.config.speculation_tokens and self.engine.files is not None:
             self.vocabulary = await anyio.to_thread.run_sync(
                 vocabulary_digest, self.engine.files, self.engine.runner.vocab_size
@@ -224,12 +230,28 @@ class DecodeActor(EngineWorker):
             prompts = [len(row.tokens) for row in plan.rows if len(row.tokens) > 1 and row.is_prompt_part]
             self.prompts.observe(rows=len(plan.rows) - len(prompts), prompt_tokens=sum(prompts), seconds=elapsed_s)
 
+    def is_at_hand(self, plan: StepPlan) -> bool:
+        """Whether draft workers wait for what a small step gives. What is constrained waits for the step before when it is
+        submitted."""
+        if plan.num_tokens > MAX_AT_HAND_TOKENS or not self.drafts.expects_proposals:
+            return False
+        return not any(row.is_constrained for row in plan.rows)
+
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
-        progress = self.scheduler.commit(plan, result, self.clock())
+        now = self.clock()
+        progress = self.scheduler.commit(plan, result, now)
+        self.speculation.decided(((done.sequence.request, len(done.sequence.tokens)) for done in progress), now)
+        if self.drafts.expects_proposals:
+            self.tell_drafts()
+        self.unsettled = plan, progress
+        return lambda: self.report(plan, result, progress)
+
+    def settle(self) -> None:
+        """Note what a step gave, for plans of later ones. A request may have ended meanwhile."""
+        plan, progress = self.unsettled
         for done in progress:
             self.proposers.record(done)
         self.try_drafts(plan, progress)
-        return lambda: self.report(plan, result, progress)
 
     def measure(self, plan: StepPlan, result: StepResult, progress: list[Progress]) -> None:
         """Note how long a step took, and what it did."""
@@ -247,7 +269,6 @@ class DecodeActor(EngineWorker):
 
     def report(self, plan: StepPlan, result: StepResult, progress: list[Progress]) -> None:
         """Tell the draft workers and then the gateways what a step did. A proposal that comes later may miss the next step."""
-        self.speculation.decided(((done.sequence.request, len(done.sequence.tokens)) for done in progress), self.clock())
         self.fail_broken([done.sequence for done in progress])
         self.tell_drafts()
         self.measure(plan, result, progress)

@@ -21,8 +21,9 @@ def align(base: int, proposal: Sequence[int], tokens: Sequence[int], length: int
 
     length: only so many of `tokens` count.
     """
-    late = (len(tokens) if length is None else length) - base
-    if late < 0 or late >= len(proposal) or any(tokens[base + i] != proposal[i] for i in range(late)):
+    end = len(tokens) if length is None else length
+    late = end - base
+    if not 0 <= late < len(proposal) or list(tokens[base:end]) != list(proposal[:late]):
         return []
     return list(proposal[late:])
 
@@ -30,7 +31,7 @@ def align(base: int, proposal: Sequence[int], tokens: Sequence[int], length: int
 def holds(base: int, proposal: Sequence[int], tokens: Sequence[int]) -> bool:
     """Whether none of a proposal's tokens that are decided was decided otherwise."""
     late = max(0, min(len(tokens) - base, len(proposal)))
-    return all(tokens[base + i] == proposal[i] for i in range(late))
+    return list(tokens[base : base + late]) == list(proposal[:late])
 
 
 @dataclass(slots=True)

@@ -32,8 +32,9 @@ from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
 from common.runtime.cores import usable_cores
 from common.transfer.fence import memory_fence
+from common.worker.engine_threads import MIN_POLLING_CORES, EngineThreads
 from common.worker.kv_blocks import KvBlocks
-from common.worker.stepping import EngineThreads, sent
+from common.worker.stepping import sent
 from common.worker.watchdog import StepWatch
 from services.draft.actor import DraftActor
 from services.draft.cadence import Cadence
@@ -52,9 +53,6 @@ MEASURED_STEPS = 9
 """The last ones, whose median is how long one takes."""
 STAY_TOKENS = 8
 """Tokens of a mirror beyond its proposal, on a GPU: at its limit it would leave the step until the next update."""
-MIN_POLLING_CORES = 8
-"""Of a machine on which the event loop asks again and again whether a step has run, which keeps a core busy. A thread that
-waited for it would hold the interpreter when the loop submits the next step (decision 0099)."""
 MAX_PROBLEM_CHARS = 300
 """Of the reason that each heartbeat of a worker without a draft model repeats."""
 
@@ -210,7 +208,7 @@ class ModelDraftActor(DraftActor):
             compiling = runner.may_compile(plan)
             self.watch.began(self.clock(), compiling=compiling)
             polled = self.polls and plan.num_tokens <= MAX_PACE_TOKENS
-            self._steps_in_air.append((plan, self._threads.start(runner, plan, aside=compiling, polled=polled)))
+            self._steps_in_air.append((plan, self._threads.start(runner, plan, here=not compiling, polled=polled)))
 
     def _is_early(self) -> bool:
         """Whether an update is expected before the step in the air ends, behind which another one would begin."""

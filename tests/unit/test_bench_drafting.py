@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from bench.drafting import emulated
+from bench.drafting import emulated, timed_draft
 from bench.drafting.__main__ import Way, environ_of, flags_of, parse
 from bench.drafting.simulated import Times, simulate
 
@@ -61,6 +61,18 @@ def test_a_draft_worker_with_an_emulated_engine_drafts_for_an_emulated_target(st
 
 
 def test_times_of_an_emulation_are_those_that_are_given() -> None:
-    times = emulated.times_of(emulated.parse(["--submit-ms", "0.5,0.1", "--target-ms", "4", "--verified-ms", "0.5"]))
-    assert (times.submit, times.submit_row) == (0.5, 0.1)
-    assert times.step_s(2) == pytest.approx(0.005)
+    options = emulated.parse(["--submit-ms", "0.5,0.1", "--target-ms", "4", "--verified-ms", "0.5"])
+    assert emulated.times_of(options).step_s(2) == pytest.approx(0.005)
+    pace = timed_draft.pace_of(options, 1000)
+    assert (pace.submit, pace.submit_row, pace.draft, pace.vocab) == (0.5, 0.1, (0.85, 0.85), 1000)
+    options = emulated.parse(["--draft-ms", "0.5,0.7", "--branches", "3", "--no-polling"])
+    assert timed_draft.pace_of(options, 1000).draft == (0.5, 0.7)
+    assert {"--draft-ms=0.5,0.7", "--branches=3", "--no-polling"} <= set(timed_draft.flags_of(options))
+
+
+def test_a_timed_draft_worker_is_beside_a_target_without_one_of_its_own() -> None:
+    options = parse([*TINY, "--gpus", "0", "--ways", "off,timed", "--percent", "80"])
+    assert [str(way) for way in options.ways] == ["off", "timed, 80 %"]
+    flags = flags_of(options.ways[1], options)
+    assert "--draft=0" in flags and "--speculation-tokens=0" not in flags
+    assert environ_of(options.ways[1], options.gpus) == {"CUDA_VISIBLE_DEVICES": "0"}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from common.engine.board import BOARD_SLOTS, ProposalBoard
-from common.engine.plan import UNKNOWN, Taken
+from common.engine.plan import UNKNOWN, StepPlan, StepRow, Taken
 from common.engine.sequence import Sequence
 from common.ops.sampling.board_layout import BOARD_WORDS, LINES
 from common.protocol.draft_messages import DraftBranch, DraftRow, DraftUpdate, Proposals
+from common.protocol.messages import SamplingParams
+from services.decode.actor import DecodeActor
 from services.decode.posting import Posting
 from services.decode.proposers import DRAFT_WORKER, Proposers
 from services.decode.scheduler import Progress
@@ -184,3 +188,23 @@ def test_no_token_changes_and_right_proposals_save_steps(sampling: dict[str, Any
     assert num_blocks > 24 or world.scheduler.num_preemptions > 0
     if not wrong:
         assert world.num_steps < 0.6 * plain.num_steps
+
+
+@pytest.mark.parametrize(
+    ("rows", "expects", "constrained", "at_hand"),
+    [
+        (8, True, False, True),
+        (8, False, False, False),
+        (8, True, True, False),
+        (16, True, False, True),
+        (17, True, False, False),
+    ],
+)
+def test_the_event_loop_submits_small_steps_that_draft_workers_wait_for(
+    rows: int, expects: bool, constrained: bool, at_hand: bool
+) -> None:
+    row = StepRow([1] * 8, 40, [0, 1, 2], 8, SamplingParams(), 32)
+    mask: Any = object()
+    last = msgspec.structs.replace(row, constraint=mask) if constrained else row
+    worker: Any = SimpleNamespace(drafts=SimpleNamespace(expects_proposals=expects))
+    assert DecodeActor.is_at_hand(worker, StepPlan(1, [*[row] * (rows - 1), last])) is at_hand

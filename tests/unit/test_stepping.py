@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,8 @@ import pytest
 from common.engine.plan import LaterStep, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence
 from common.protocol.messages import SamplingParams
-from common.worker.stepping import EngineThreads, StepLoop
+from common.worker.engine_threads import EngineThreads
+from common.worker.stepping import StepLoop
 from common.worker.watchdog import StepWatch
 from services.decode.scheduler import DecodeScheduler
 from tests.unit.scheduling import Bench, sequence
@@ -47,9 +49,10 @@ class Faulty:
 
 
 class Site:
-    """A loop over a decode scheduler. `failed`: the requests that were ended."""
+    """A loop over a decode scheduler. `failed`: the requests that were ended. at_hand: of so many steps one is left to the
+    threads, the others are the event loop's own; 0: none is."""
 
-    def __init__(self, fails: Callable[[StepPlan], bool], run_ahead: int = 1) -> None:
+    def __init__(self, fails: Callable[[StepPlan], bool], run_ahead: int = 1, at_hand: int = 0) -> None:
         self.bench = Bench(num_blocks=200)
         self.scheduler = DecodeScheduler(self.bench.cache, token_budget=64, max_running=64, max_context=256)
         self.runner = Faulty(self.bench, run_ahead, fails)
@@ -65,6 +68,7 @@ class Site:
             watch=self.watch,
             clock=time.monotonic,
         )
+        self.loop.at_hand = lambda plan: at_hand > 0 and plan.step % at_hand > 0
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         self.scheduler.commit(plan, result, 0.0)
@@ -100,10 +104,10 @@ def contains(token: int) -> Callable[[StepPlan], bool]:
     return lambda plan: any(token in row.tokens for row in plan.rows)
 
 
-@pytest.mark.parametrize("run_ahead", [1, 2])
+@pytest.mark.parametrize(("run_ahead", "at_hand"), [(1, 0), (2, 0), (2, 2), (2, 5)])
 @pytest.mark.parametrize("culprits", [{0}, {3}, {8}, {0, 8}, {1, 2, 7}])
-async def test_only_those_end_for_whom_a_step_fails(culprits: set[int], run_ahead: int) -> None:
-    site = Site(contains(BAD), run_ahead)
+async def test_only_those_end_for_whom_a_step_fails(culprits: set[int], run_ahead: int, at_hand: int) -> None:
+    site = Site(contains(BAD), run_ahead, at_hand)
     sequences = site.admit(*([5, BAD if number in culprits else 6, number] for number in range(9)))
     await site.run(sequences)
     assert sorted(site.failed) == sorted(map(str, culprits))
@@ -127,9 +131,10 @@ async def test_who_fails_in_the_middle_of_an_answer_ends_alone() -> None:
     assert [each.num_outputs for each in sequences][::2] == [8, 8] and site.bench.all_given_back()
 
 
-async def test_a_step_that_fails_once_ends_nobody() -> None:
+@pytest.mark.parametrize("at_hand", [0, 2, 3])
+async def test_a_step_that_fails_once_ends_nobody(at_hand: int) -> None:
     faults = iter([False, True])
-    site = Site(lambda plan: next(faults, False), 2)
+    site = Site(lambda plan: next(faults, False), 2, at_hand)
     sequences = site.admit(*([5, 6, number] for number in range(5)))
     await site.run(sequences)
     assert site.failed == [] and site.runner.num_failed == 1
@@ -154,10 +159,12 @@ async def test_an_engine_that_fails_for_the_only_request_is_given_up_and_the_req
     assert site.bench.all_given_back(), "the probe's blocks are back"
 
 
-@pytest.mark.parametrize("run_ahead", [1, 2])
+@pytest.mark.parametrize(("run_ahead", "at_hand"), [(1, 0), (2, 0), (2, 2), (2, 3)])
 @pytest.mark.parametrize("count", [1, 2, 4])
-async def test_a_step_in_which_every_request_is_to_blame_ends_them_and_not_the_engine(count: int, run_ahead: int) -> None:
-    site = Site(contains(BAD), run_ahead)
+async def test_a_step_in_which_every_request_is_to_blame_ends_them_and_not_the_engine(
+    count: int, run_ahead: int, at_hand: int
+) -> None:
+    site = Site(contains(BAD), run_ahead, at_hand)
     await site.run(site.admit(*([5, BAD, number] for number in range(count))))
     assert sorted(site.failed) == sorted(map(str, range(count)))
     assert site.bench.all_given_back() and site.watch.age_s(time.monotonic()) == 0.0
@@ -248,21 +255,21 @@ class Submitting:
         return StepResult(rows=[], elapsed_s=0.0)
 
 
-async def test_the_event_loop_submits_what_is_not_aside_and_steps_keep_their_order() -> None:
+async def test_the_event_loop_submits_what_it_is_told_to_and_steps_keep_their_order() -> None:
     runner, threads = Submitting(), EngineThreads(submits_here=True)
     here = threading.current_thread().name
     steps: Any = runner
-    await threads.start(steps, StepPlan(1, []))
-    compiling = threads.start(steps, StepPlan(2, []), aside=True)
-    behind = threads.start(steps, StepPlan(4, []))  # not before the one that the other thread still submits
+    await threads.start(steps, StepPlan(1, []), here=True)
+    compiling = threads.start(steps, StepPlan(2, []), here=False)
+    behind = threads.start(steps, StepPlan(4, []), here=True)  # not before the one that the other thread still submits
     runner.gate.set()
     await compiling
     await behind
-    await threads.start(steps, StepPlan(5, []))
+    await threads.start(steps, StepPlan(5, []), here=True)
     assert runner.by_step == {1: here, 2: "submit", 4: "submit", 5: here}
-    assert runner.owners == [here], "what is aside leaves the event loop the owner"
+    assert runner.owners == [here], "the event loop stays the owner when the other thread submits"
     with pytest.raises(ValueError, match="no such step"):
-        await threads.start(steps, StepPlan(3, []))
+        await threads.start(steps, StepPlan(3, []), here=True)
     assert threads.close()
 
 
@@ -299,7 +306,7 @@ async def test_polled_steps_are_read_by_the_event_loop_in_order_until_one_behind
     steps, threads = Polled(), EngineThreads(submits_here=True)
     runner: Any = steps
     here = threading.current_thread().name
-    first, second = (threads.start(runner, StepPlan(number, []), polled=True) for number in (1, 2))
+    first, second = (threads.start(runner, StepPlan(number, []), here=True, polled=True) for number in (1, 2))
     steps.over.add(2)
     threads.poll()
     assert threads.polls and not first.done() and not second.done(), "the second is behind the first"
@@ -308,21 +315,26 @@ async def test_polled_steps_are_read_by_the_event_loop_in_order_until_one_behind
     assert [(await step).elapsed_s for step in (first, second)] == [1, 2]
     assert steps.read == [(1, here), (2, here)] and not threads.polls
 
-    failing = threads.start(runner, StepPlan(3, []), polled=True)
+    failing = threads.start(runner, StepPlan(3, []), here=True, polled=True)
     steps.over.add(3)
     threads.poll()
     with pytest.raises(ValueError, match="no such step"):
         await failing
 
     steps.read.clear()
-    polled = threads.start(runner, StepPlan(4, []), polled=True)
-    waited = threads.start(runner, StepPlan(5, []))
-    behind = threads.start(runner, StepPlan(6, []), polled=True)
-    assert not threads.polls, "the thread waits for all three, in order"
-    steps.over |= {4, 5, 6}
-    assert [(await step).elapsed_s for step in (polled, waited, behind)] == [4, 5, 6]
-    assert steps.read == [(4, "engine"), (5, "engine"), (6, "engine")]
-    again = threads.start(runner, StepPlan(7, []), polled=True)
+    polled = threads.start(runner, StepPlan(4, []), here=True, polled=True)
+    waited = threads.start(runner, StepPlan(5, []), here=True)
+    behind = threads.start(runner, StepPlan(6, []), here=True, polled=True)
+    steps.over.add(6)
+    threads.poll()
+    assert not threads.polls and not behind.done(), "the thread waits for the first two, in order"
+    steps.over |= {4, 5}
+    assert [(await step).elapsed_s for step in (polled, waited)] == [4, 5]
+    assert threads.polls
+    threads.poll()
+    assert (await behind).elapsed_s == 6
+    assert steps.read == [(4, "engine"), (5, "engine"), (6, here)]
+    again = threads.start(runner, StepPlan(7, []), here=True, polled=True)
     assert threads.polls
     steps.over.add(7)
     threads.poll()
@@ -395,14 +407,20 @@ async def test_others_are_told_before_the_next_step_is_planned_if_they_wait_for_
 
     def commit(done: StepPlan, result: StepResult) -> Callable[[], None]:
         site.scheduler.commit(done, result, 0.0)
+        asyncio.get_running_loop().call_soon(order.append, f"sent {done.step}")  # as a message is that a commit sends
         return lambda: order.append(f"tell {done.step}")
 
     site.scheduler.plan, site.commit = planned, commit  # type: ignore[method-assign]
-    site.loop.tells_first = lambda: tells_first
+    site.loop.tells_first, site.loop.settle = lambda: tells_first, lambda: order.append("settle")
     await site.run(site.admit([3, 4, 5]))
     assert order[:2] == ["plan 1", "plan 2"], "an engine without a step to go on with gets one first"
     told, after = order.index("tell 3"), order.index("plan 5")
     assert (told < after) == tells_first, order
+    between = order[order.index("plan 4") + 1 : after]
+    assert between.count("settle") == 1, "what a step gave is known when the next one is planned"
+    assert order.index("settle", order.index("plan 4")) < after
+    if tells_first:
+        assert between == ["sent 3", "settle", "tell 3"]
 
 
 async def test_a_long_step_is_planned_shortly_before_the_one_before_it_ends() -> None:
