@@ -84,7 +84,7 @@ def slow_steps(world: World, name: str, step_s: float) -> None:
 
     import asyncio
 
-    worker._threads.start = lambda *given: asyncio.ensure_future(late(start(*given)))  # type: ignore[method-assign]
+    worker._threads.start = lambda *given, **how: asyncio.ensure_future(late(start(*given, **how)))  # type: ignore[method-assign]
 
 
 def test_every_length_is_scored_and_embedded_beside_prompts_that_are_continued(tmp_path: Path) -> None:
