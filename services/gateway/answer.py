@@ -31,6 +31,7 @@ from common.text.detokenize import detokenizer
 from common.text.output.call_ids import call_id
 from common.text.output.parser import OutputParser
 from common.text.tokenizer import Tokenizer
+from services.gateway.arrived import Arrived
 from services.gateway.bodies import Usage
 from services.gateway.choice_events import AnswerFormat, ChoiceEvents
 from services.gateway.choices import ChoiceRules, ChoiceText, Delta, ScoredToken, choice_seed
@@ -95,32 +96,6 @@ class _Choice:
         self.cached_tokens = -1  # not told yet
 
 
-class _Arrived:
-    """An output of which the first `taken` tokens have been turned into text."""
-
-    def __init__(self, index: int, output: Output) -> None:
-        self.index = index
-        self.output = output
-        self.taken = 0
-
-    def take(self, count: int) -> Output:
-        """The next `count` tokens; the last ones come with how the output ends."""
-        output, start = self.output, self.taken
-        if start == 0 and len(output.tokens) <= count:
-            self.taken = len(output.tokens)
-            return output
-        self.taken = end = min(start + count, len(output.tokens))
-        scores = None if output.logprobs is None else output.logprobs[start:end]
-        part = Output(output.tokens[start:end], scores, cached_tokens=output.cached_tokens, of_prompt=output.of_prompt)
-        if self.is_done:
-            part.finish, part.error = output.finish, output.error
-        return part
-
-    @property
-    def is_done(self) -> bool:
-        return self.taken >= len(self.output.tokens)
-
-
 class Answer:
     """See above. Not to be used from two tasks at once. `on_start` is called when the first tokens have come. `arrival`: how
     the request came to its edge."""
@@ -147,6 +122,7 @@ class Answer:
             min_tokens=job.sampling.min_tokens,
             stop_token_ids=job.sampling.stop_token_ids,
             scored=job.top_logprobs >= 0,
+            prediction=job.prediction,
         )
         self._choices: list[_Choice] = []
         self._open = 0
@@ -157,7 +133,7 @@ class Answer:
         cost = 2 + listed if listed >= 0 else _SEARCH_COST if job.stops or job.format else 1
         self._slice = max(1, SLICE_VALUES // cost)
         self._reasons = job.format is not None and job.format.reasons
-        self._backlog: deque[_Arrived] = deque()
+        self._backlog: deque[Arrived] = deque()
         self._send, self._receive = anyio.create_memory_object_stream[tuple[int, Output]](0)
 
     @property
@@ -280,7 +256,7 @@ class Answer:
             self._measure()
             if len(output.tokens) <= self._slice:  # as a rule
                 return [(0, self._take(0, output))]
-            self._backlog.append(_Arrived(0, output))
+            self._backlog.append(Arrived(0, output))
         else:
             await self._arrive()
             self._measure()
@@ -300,9 +276,9 @@ class Answer:
 
     async def _arrive(self) -> None:
         try:
-            self._backlog.append(_Arrived(*await self._receive.receive()))
+            self._backlog.append(Arrived(*await self._receive.receive()))
             while True:
-                self._backlog.append(_Arrived(*self._receive.receive_nowait()))
+                self._backlog.append(Arrived(*self._receive.receive_nowait()))
         except anyio.WouldBlock:
             pass
         except (anyio.EndOfStream, anyio.ClosedResourceError) as error:
@@ -348,6 +324,8 @@ class Answer:
             completion_tokens=sum(choice.text.token_count for choice in self._choices),
             cached_tokens=sum(cached.values()),
             reasoning_tokens=sum(choice.text.reasoning_count for choice in self._choices) if self._reasons else None,
+            predicted_tokens=len(self.job.prediction) * len(self._choices),
+            repeated_tokens=sum(choice.text.repeated.count for choice in self._choices),
         )
 
     async def _pump(self, index: int) -> None:

@@ -39,6 +39,7 @@ def record(properties: dict[str, Schema], *, optional: tuple[str, ...] = ()) -> 
 
 _HEAD = {"id": STRING, "created": COUNT, "model": STRING}
 _FINISH: Schema = {"enum": ["stop", "length", "tool_calls"]}
+_DETAILS = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
 _PIECE_OF_CALL = {
     "index": COUNT,
     "id": STRING,
@@ -62,7 +63,7 @@ ANSWERS: dict[str, Schema] = {
             "completion_tokens": COUNT,
             "total_tokens": COUNT,
             "prompt_tokens_details": record({"cached_tokens": COUNT}),
-            "completion_tokens_details": record({"reasoning_tokens": COUNT}),
+            "completion_tokens_details": record(dict.fromkeys(_DETAILS, COUNT), optional=_DETAILS),
         },
         optional=("completion_tokens_details",),
     ),

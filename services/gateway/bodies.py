@@ -27,12 +27,15 @@ _encode = msgspec.json.Encoder().encode
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a whole request; each prompt counts once, however many choices it has. `reasoning_tokens`: of the completion,
-    None for a model that is not known to reason."""
+    None for a model that is not known to reason. `predicted_tokens`: of predictions, one for each choice, of which the answers
+    have `repeated_tokens`."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int | None = None
+    predicted_tokens: int = 0
+    repeated_tokens: int = 0
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -41,9 +44,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        details: dict[str, int] = {}
         if self.reasoning_tokens is not None:
-            body["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
-        return body
+            details["reasoning_tokens"] = self.reasoning_tokens
+        if self.predicted_tokens:
+            details["accepted_prediction_tokens"] = self.repeated_tokens
+            details["rejected_prediction_tokens"] = self.predicted_tokens - self.repeated_tokens
+        return body | ({"completion_tokens_details": details} if details else {})
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ import msgspec
 
 from common.protocol.messages import FinishReason, TokenLogprobs
 from common.text.output.events import Event
+from services.gateway.repeated import Repeated
 
 Finish = FinishReason | Literal["tool_calls"]
 
@@ -131,7 +132,7 @@ class ChoiceRules(msgspec.Struct, frozen=True, kw_only=True):
     """What ends the choices of a request, and what of their tokens is told.
 
     `stop_token_ids`: a token of these that ended the choice counts but is not shown. `min_tokens`: stop strings are looked
-    for only behind so many tokens. `scored`: with log-probabilities.
+    for only behind so many tokens. `scored`: with log-probabilities. `prediction`: what the choice is expected to repeat.
     """
 
     stops: StopStrings | None = None
@@ -139,12 +140,14 @@ class ChoiceRules(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     stop_token_ids: Collection[int] = ()
     scored: bool = False
+    prediction: Sequence[int] = ()
 
 
 class Choice(ABC):
     """What every choice does with its tokens, whatever they are read as.
 
     `token_count` counts the tokens up to the end of the choice, shown or not; `reasoning_count` those of reasoning among them.
+    `repeated`: those of the prediction.
     """
 
     def __init__(self, source: TextSource, rules: ChoiceRules) -> None:
@@ -156,6 +159,8 @@ class Choice(ABC):
         self._unsent: list[ScoredToken] = []
         self.token_count = 0
         self.reasoning_count = 0
+        self.repeated = Repeated(rules.prediction)
+        self._is_predicted = bool(rules.prediction)
         self.finish: Finish | None = None
 
     def push(
@@ -167,6 +172,8 @@ class Choice(ABC):
         """
         if self.finish is not None:
             return Delta("", finish=self.finish)
+        if self._is_predicted:
+            self.repeated.push(tokens)
         hidden = finish == "stop" and bool(tokens) and tokens[-1] in self._stop_token_ids
         self._read(tokens[:-1] if hidden else tokens, scores)
         if self.finish is None and finish is not None:

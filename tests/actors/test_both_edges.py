@@ -79,6 +79,18 @@ async def test_usage_in_each_chunk(edge: Edge, kind: Kind, n: int) -> None:
 
 
 @everywhere
+async def test_usage_tells_what_of_a_prediction_was_repeated(edge: Edge, kind: Kind, stream: bool, n: int) -> None:
+    core = ScriptedCore(lambda stream: stream.give([*ids("abXcd"), EOS], finish="stop"))
+    asked = body_of(kind, stream, n, prediction={"type": "content", "content": "abcdef"})
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    usage = (await ask(edge, core, kind, asked)).usage
+    details = {"accepted_prediction_tokens": 4 * n, "rejected_prediction_tokens": 2 * n}
+    assert usage["completion_tokens_details"] == details
+    assert "completion_tokens_details" not in (await ask(edge, core, kind, asked | {"prediction": None})).usage
+
+
+@everywhere
 async def test_special_tokens_are_shown_on_request(edge: Edge, kind: Kind, stream: bool, n: int) -> None:
     core = ScriptedCore(lambda stream: stream.give([*ids("a"), EOS, *ids("b")], finish="length"))
     asked = body_of(kind, stream, n, ignore_eos=True)

@@ -83,9 +83,16 @@ def test_what_a_client_predicts_is_taken_over_and_changes_no_text(tmp_path: Path
             given: Any = {"model": smollm2.name, **asked, **sampling}
             text = create(**given).choices[0].message.content
             held: list[int] = []
+            parts: list[tuple[int, int]] = []
             for predicted in ("Nothing of the kind.", text, text.replace("the", "a")):
                 before = anyio.run(drafted, site.nats_port)[1]
                 again = create(**given, prediction={"type": "content", "content": predicted})
                 assert again.choices[0].message.content == text
+                assert again.usage is not None
+                told = again.usage.completion_tokens_details
+                assert told is not None
+                parts.append((told.accepted_prediction_tokens or 0, told.rejected_prediction_tokens or 0))
                 held.append(anyio.run(drafted, site.nats_port)[1] - before)
             assert held[1] > 40 and held[1] > held[2] > held[0]
+            assert [accepted > 40 for accepted, _ in parts] == [False, True, True]
+            assert parts[0][1] >= 3 and parts[1][1] <= 1 < parts[2][1], "the answer, and one whose words are others"
