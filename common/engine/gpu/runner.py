@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -59,6 +59,8 @@ log = logs.get("engine")
 
 _DEPTH = 3
 """Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
+_MOST_INPUTS = 256
+"""Shapes of which the views of a step's inputs are kept: making them takes the host as long as launching a kernel."""
 
 
 class DeviceRunner:
@@ -121,6 +123,7 @@ class DeviceRunner:
         self._attention = StepAttention(decoder, groups, self._tables, longest=longest, settings=attention)
         self._shapes = ShapeTable(max_rows, max_tokens, cost=layer_cost(decoder))
         self._graphs: dict[StepShape, StepGraph] = {}
+        self._step_inputs = lru_cache(_MOST_INPUTS)(self._new_step_inputs)
         self._launched_sizes: set[tuple[int, int, bool]] = set()
         self._states = self._no_states = torch.empty(0)
         self._last: DeviceStep | None = None
@@ -250,6 +253,7 @@ class DeviceRunner:
         with self._running():
             inputs = partial(self._step_inputs, StepShape(PADDING, 1, 1, 1))
             self._settling.lookup = warm_lookup(max_texts, self.max_context, _DEPTH, self._device, inputs)
+            self._step_inputs.cache_clear()  # what the device chooses is elsewhere from here on
 
     def attach_head(self, model: HeadModel | None) -> None:
         """From here on draft with a head behind rows that have `drafts` and a slot of `HeadSlots`; None: without one. Captures
@@ -277,7 +281,7 @@ class DeviceRunner:
         """Where what rows with `is_posted` verify is posted."""
         return self._settling.board.posted
 
-    def _step_inputs(self, shape: StepShape) -> StepInputs:
+    def _new_step_inputs(self, shape: StepShape) -> StepInputs:
         fields = layout(self._buffer, shape, len(self.groups))
         return self._settling.inputs(fields, self._sampler, self._tables.ids, self.block_tokens)
 

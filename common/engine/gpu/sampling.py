@@ -108,9 +108,10 @@ class DeviceSampler:
         if warm or self._warm:  # greedy rows are drawn alike wherever they are
             self.draws.load(host)
         self._warm = warm
-        if any(map(penalised, params)):
+        sampled = [row.sampling for row in rows if row.num_samples]
+        if any(map(penalised, sampled)):
             self._previous.copy_(self.sampled)
-        self._special = any(map(_is_special, params)) or any(row.is_constrained for row in rows)
+        self._special = any(map(_is_special, sampled)) or any(row.is_constrained for row in rows)
         return self._special
 
     def load_again(self, rows: Sequence[StepRow]) -> bool:

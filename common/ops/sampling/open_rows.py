@@ -53,24 +53,26 @@ def pack_open_rows(rows: Sequence[OpenRow]) -> NDArray[np.int32]:
 
     :raises ValueError: for lists that are too long.
     """
-    headers = np.zeros((len(rows), HEADER), np.int32)
+    headers: list[int] = []
     lists: list[int] = []
-    for header, one in zip(headers, rows, strict=True):
+    for one in rows:
         room = one.length - 1
         if max(len(one.verified), len(one.outcomes), one.length) > MAX_VERIFIED:
             raise ValueError(f"a row verifies at most {MAX_VERIFIED} tokens, and foresees so many outcomes")
+        begin = HEADER * len(rows) + len(lists)
+        numbers = len(one.verified), len(one.outcomes)
+        headers += one.row, one.first, one.length, one.sample, one.start, one.feed, *numbers, begin, *one[-3:]
+        lists += one.verified
+        if not one.outcomes:
+            continue
         if any(len(proposal) > room for _, _, proposal in one.outcomes):
             raise ValueError(f"a proposal has no place in a row of {one.length} tokens")
-        begin = headers.size + len(lists)
-        numbers = len(one.verified), len(one.outcomes)
-        header[:] = one.row, one.first, one.length, one.sample, one.start, one.feed, *numbers, begin, *one[-3:]
-        lists += one.verified
         lists += [accepted for accepted, _, _ in one.outcomes]
         lists += [token for _, token, _ in one.outcomes]
         lists += [len(proposal) for _, _, proposal in one.outcomes]
         for _, _, proposal in one.outcomes:
             lists += [*proposal, *[0] * (room - len(proposal))]
-    return np.concatenate([headers.ravel(), np.array(lists, np.int32)])
+    return np.array(headers + lists, np.int32)
 
 
 def settle_open_rows(words: torch.Tensor, num_rows: int, inputs: StepInputs) -> None:
