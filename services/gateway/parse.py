@@ -147,7 +147,7 @@ def check_messages(messages: Iterable[ChatMessage], first: int, parts: int) -> i
 
 def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -> Steps[CompletionRequest]:
     found = yield from judged_members(body, None, _COMPLETION, notes)
-    _leave_large_prediction(found, notes)
+    _leave_large_prediction(found, "prompt", notes)
     request = cast(CompletionRequest, decode_small_members(_completion, body, found, "prompt", b'""', notes, _COMPLETION))
     if "prompt" not in found:
         raise InvalidParameter("prompt is missing", param="prompt")
@@ -157,8 +157,8 @@ def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -
 
 def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
     found = yield from judged_members(body, None, _CHAT, notes)
-    _leave_large_prediction(found, notes)
     offered, shown = found.pop("tools", None), found.pop("documents", None)
+    _leave_large_prediction(found, "messages", notes)
     request = cast(ChatRequest, decode_small_members(_chat, body, found, "messages", b"[]", notes, _CHAT))
     if "messages" not in found:
         raise InvalidParameter("messages is missing", param="messages")
@@ -170,10 +170,13 @@ def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
     return msgspec.structs.replace(request, messages=messages, tools=tools, documents=documents)
 
 
-def _leave_large_prediction(found: dict[str, Span], notes: Notes) -> None:
-    """Leave out a prediction that is too large to be decoded at once. It changes only how fast an answer comes, so this is no
-    error."""
-    if (span := found.get("prediction")) is not None and span.size > openai.MAX_PREDICTION_BYTES:
+def _leave_large_prediction(found: dict[str, Span], large: str, notes: Notes) -> None:
+    """Leave out a prediction that is too large to be decoded at once with all members but `large`. It changes only how fast an
+    answer comes, so this is no error."""
+    if (span := found.get("prediction")) is None:
+        return
+    together = sum(one.size for name, one in found.items() if name != large)
+    if span.size > openai.MAX_PREDICTION_BYTES or together > SMALL_BYTES:
         del found["prediction"]
         notes.note("prediction", "larger than is looked up")
 

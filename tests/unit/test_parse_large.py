@@ -204,6 +204,17 @@ def test_what_is_ignored_is_not_read_however_large(monkeypatch: pytest.MonkeyPat
     assert request.messages == [openai.ChatMessage("user", "hi")]
 
 
+def test_a_prediction_makes_no_other_argument_too_large() -> None:
+    schema = {"type": "object", "description": 30_000 * "a"}
+    value = {"messages": [{"role": "user", "content": "hi"}], "structured_outputs": {"json": schema}}
+    for size, is_there in ((20_000, True), (40_000, False)):
+        notes = Notes()
+        body = json.dumps({**value, "prediction": {"type": "content", "content": size * "a"}}).encode() + PADDING
+        request = decode_chat(body, notes)
+        assert request.structured_outputs == {"json": schema}
+        assert (request.prediction is not None) == is_there == (not notes.text)
+
+
 def test_a_prediction_that_is_too_large_has_no_effect_and_is_named() -> None:
     for size, is_there in ((openai.MAX_PREDICTION_BYTES - 64, True), (openai.MAX_PREDICTION_BYTES, False)):
         prediction = {"type": "content", "content": size * "a"}
