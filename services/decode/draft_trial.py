@@ -39,6 +39,8 @@ _WORSE = 0.95
 _ENOUGH = 8
 _CLEAR = 1.3
 """A trial ends after so many measured steps if one way is so many times as fast."""
+_ENOUGH_QUIET = 4
+"""The same for quiet that is so much slower: such steps give a token a row and take the same time, and what holds is kept."""
 _OUTLIER = 4.0
 """Times the mean: a longer step is something else, a compilation or another process."""
 
@@ -141,7 +143,9 @@ def _is_clear(verdict: _Verdict) -> bool:
     this, other = verdict.arms[verdict.asking], verdict.arms[not verdict.asking]
     measured = verdict.measured - SETTLING
     if verdict.asking is not verdict.best:
-        return measured >= _ENOUGH and not 1 / _CLEAR < this.pace / max(other.pace, 1e-9) < _CLEAR
+        is_slower, is_faster = _CLEAR * this.pace <= other.pace, this.pace >= _CLEAR * other.pace
+        enough = _ENOUGH_QUIET if is_slower and not verdict.asking else _ENOUGH
+        return measured >= enough and (is_slower or is_faster)
     if not other.steps or measured <= 0 or measured % _LOOK:
         return False
     this.fade()

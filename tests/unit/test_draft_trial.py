@@ -69,6 +69,15 @@ def test_the_first_answer_pays_for_the_first_trial_and_the_second_does_not() -> 
     assert tokens / seconds > 0.97 * alone
 
 
+def test_quiet_that_is_clearly_slower_is_tried_for_a_few_steps() -> None:
+    trial = DraftTrial()
+    World(0.8, 1.0, noise=0.02, rows=8).run(trial, 300)
+    assert 0 < trial.num_quiet <= 11
+    trial = DraftTrial()
+    World(0.1, 1.0, noise=0.02, rows=8).run(trial, 300)
+    assert trial.num_quiet >= 18, "what is not clear is tried for longer"
+
+
 @pytest.mark.parametrize("rows", [1, 8, 40])
 @pytest.mark.parametrize("catch_up", [30, 60, 200])
 def test_texts_that_draft_workers_compute_first_are_waited_for(catch_up: int, rows: int) -> None:
