@@ -22,13 +22,11 @@ BOARD_SLOTS = 16
 """Sequences that have a slot at once: posting for more takes too much of the host's time."""
 HEAD_SLOTS = 32
 """Slots behind these, of sequences that the engine's head drafts for: the device itself posts there."""
-
-
-_NOTHING = [0] * max(LINES, LINE_TOKENS)
+_ZEROS = [0] * max(LINES, LINE_TOKENS)
 
 
 class ProposalBoard:
-    """words: int32 [slots, BOARD_WORDS] without gaps, which the device copies when a step begins that takes something of it."""
+    """words: int32 [slots, BOARD_WORDS], contiguous. The device copies all of them when a step that takes something begins."""
 
     def __init__(self, words: NDArray[np.int32]) -> None:
         assert words.flags.c_contiguous, "what is posted would go into a copy"
@@ -51,10 +49,10 @@ class ProposalBoard:
         """Put `lines` in the place of those before, the likeliest first: tokens of the vocabulary behind the first `start`
         tokens of the slot's text. What does not fit is left out."""
         words = [start, *[min(len(line), LINE_TOKENS) for line in lines[:LINES]]]
-        words += _NOTHING[len(words) - 1 : LINES]
+        words += _ZEROS[len(words) - 1 : LINES]
         for line in lines[:LINES]:
             words += line[:LINE_TOKENS]
-            words += _NOTHING[len(line) : LINE_TOKENS]
+            words += _ZEROS[len(line) : LINE_TOKENS]
         begin = slot * BOARD_WORDS
         self._words[begin : begin + len(words)] = array("i", words)  # all at once: NumPy takes a microsecond for each part
 

@@ -80,6 +80,13 @@ class EngineThreads:
             else:
                 running.set_result(result)
 
+    async def result(self, running: asyncio.Future[StepResult]) -> StepResult:
+        """Wait for a step that `start` returned, and poll meanwhile. Raises what the step raised."""
+        while self.polls and not running.done():
+            await asyncio.sleep(0)
+            self.poll()
+        return await running
+
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have the waiting thread take the results of polled steps: one behind them is its own."""
         while self._polled:
@@ -130,4 +137,4 @@ def _pass_on(running: asyncio.Future[StepResult], taken: asyncio.Future[StepResu
 
 
 def _nothing() -> None:
-    """For a runner that does not mind which thread submits."""
+    """Do nothing: for a runner that is not told which thread submits, and as the last call of a thread."""

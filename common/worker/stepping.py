@@ -86,7 +86,7 @@ class StepLoop:
 
     tells_first: whether others wait for what a step gave. `Steps.commit` has told them then. If an engine that runs ahead has a
     step to go on with, the messages to them are sent at once, and everyone is told before the next step is planned.
-    settle: called behind that, to note what the committed step gave for plans of later ones.
+    settle: notes what a step gave, for the plans of later ones; called once those who wait for it have been told.
     at_hand: whether the event loop submits a step itself, and asks itself whether it has run: threads that take turns in the
     interpreter would hold up whatever others say meanwhile, and what they are told.
     launched: called soon after a step was started, with the seconds until its end as far as they can be estimated; not called
@@ -179,7 +179,7 @@ class StepLoop:
         """Wait for a step and commit it. False if it failed, and with it those submitted after it."""
         plan = flight.plan
         try:
-            result = await self._result(flight)
+            result = await self._threads.result(flight.running)
         except RunnerLost:
             log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
             raise  # nobody is told that a request failed: gateways go on elsewhere, with the tokens so far
@@ -187,7 +187,7 @@ class StepLoop:
             log.exception("step_failed", step=plan.step, rows=len(plan.rows))
             for later in self._flights:
                 with contextlib.suppress(Exception):
-                    await self._result(later)
+                    await self._threads.result(later.running)
             for _ in range(1 + len(self._flights)):
                 self._watch.ended(self._clock())
             self._flights.clear()
@@ -203,12 +203,6 @@ class StepLoop:
             await sent()
         self.settle()
         return True
-
-    async def _result(self, flight: Flight) -> StepResult:
-        while self._threads.polls and not flight.running.done():
-            await asyncio.sleep(0)
-            self._threads.poll()
-        return await flight.running
 
     def _tell(self) -> None:
         report, self._report = self._report, _nothing

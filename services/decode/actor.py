@@ -89,7 +89,8 @@ class DecodeActor(EngineWorker):
 
     async def start(self) -> None:
         await super().start()
-        self.loop.tells_first, self.loop.settle = lambda: self.drafts.expects_proposals, self.settle
+        self.loop.tells_first = lambda: self.drafts.expects_proposals
+        self.loop.settle = self.settle
         if self.engine.on_gpu and usable_cores() >= MIN_POLLING_CORES:
             self.loop.at_hand = self.is_at_hand
         if self.config.speculation_tokens and self.engine.files is not None:

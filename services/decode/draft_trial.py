@@ -40,7 +40,8 @@ _ENOUGH = 8
 _CLEAR = 1.3
 """A trial ends after so many measured steps if one way is so many times as fast."""
 _ENOUGH_QUIET = 4
-"""The same for quiet that is so much slower: such steps give a token a row and take the same time, and what holds is kept."""
+"""Measured steps after which a trial of quiet ends if asking is so many times as fast. Quiet steps vary little, each giving one
+token a row, and such an end only keeps the verdict that holds."""
 _OUTLIER = 4.0
 """Times the mean: a longer step is something else, a compilation or another process."""
 

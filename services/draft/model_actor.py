@@ -13,6 +13,7 @@ is expected before it would begin (`cadence.py`). Where a draft may fail, branch
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import time
 from collections import deque
@@ -225,10 +226,9 @@ class ModelDraftActor(DraftActor):
             log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
             raise
         except Exception as error:
-            while self._threads.polls:  # those behind it
-                await asyncio.sleep(0)
-                self._threads.poll()
-            await asyncio.gather(*(later for _, later in self._steps_in_air), return_exceptions=True)
+            for _, later in self._steps_in_air:
+                with contextlib.suppress(Exception):
+                    await self._threads.result(later)
             for _ in range(1 + len(self._steps_in_air)):
                 self.watch.ended(self.clock())
             self._steps_in_air.clear()

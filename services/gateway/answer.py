@@ -43,7 +43,7 @@ from services.gateway.requests import GenerationRequest, Output
 
 SLICE_VALUES = 1024
 """Tokens, and alternatives listed beside them, that are turned into text at a time: about a millisecond."""
-_SEARCH_COST = 4  # looking for stop strings goes character by character, a parser token by token
+_SEARCH_COST = 4  # stop strings are looked for character by character; parsing and comparing go token by token
 
 
 class Core(Protocol):
@@ -130,7 +130,7 @@ class Answer:
         self._last_at = 0.0
         self.ttft_s: float | None = None
         listed = max(job.top_logprobs, job.prompt_top)
-        cost = 2 + listed if listed >= 0 else _SEARCH_COST if job.stops or job.format else 1
+        cost = 2 + listed if listed >= 0 else _SEARCH_COST if job.stops or job.format or job.prediction else 1
         self._slice = max(1, SLICE_VALUES // cost)
         self._reasons = job.format is not None and job.format.reasons
         self._backlog: deque[Arrived] = deque()

@@ -160,7 +160,6 @@ class Choice(ABC):
         self.token_count = 0
         self.reasoning_count = 0
         self.repeated = Repeated(rules.prediction)
-        self._is_predicted = bool(rules.prediction)
         self.finish: Finish | None = None
 
     def push(
@@ -172,10 +171,10 @@ class Choice(ABC):
         """
         if self.finish is not None:
             return Delta("", finish=self.finish)
-        if self._is_predicted:
-            self.repeated.push(tokens)
         hidden = finish == "stop" and bool(tokens) and tokens[-1] in self._stop_token_ids
+        before = self.token_count
         self._read(tokens[:-1] if hidden else tokens, scores)
+        self.repeated.push(tokens[: self.token_count - before])
         if self.finish is None and finish is not None:
             self.token_count += hidden
             self._end(finish)

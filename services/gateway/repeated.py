@@ -27,7 +27,9 @@ class Repeated:
     def push(self, tokens: Sequence[int]) -> None:
         """The answer goes on with `tokens`."""
         for token in tokens:
-            if self._prediction[self._at : self._at + 1] == [token]:
+            if self._at == len(self._prediction):
+                return
+            if self._prediction[self._at] == token:
                 self.count, self._at, self._has_last = self.count + 1, self._at + 1, True
             elif place := self._found(token):
                 self.count += 1 if self._has_last else 2

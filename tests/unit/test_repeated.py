@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from services.gateway.bodies import Usage
+from services.gateway.choices import ChoiceRules, ChoiceText, StopStrings
 from services.gateway.repeated import Repeated
+
+
+class Characters:
+    """Each id is a character."""
+
+    def push(self, ids: Sequence[int], /) -> str:
+        return "".join(map(chr, ids))
+
+    def finish(self) -> str:
+        return ""
 
 
 def count(prediction: str, answer: str, cut: int = 1) -> int:
@@ -47,6 +59,13 @@ def test_no_token_counts_twice_and_a_change_costs_its_neighbours_at_most() -> No
         found.push(answer)
         changed = sum(one != other for one, other in zip(prediction, answer, strict=True))
         assert len(prediction) - 3 * changed <= found.count <= len(prediction) - changed
+
+
+def test_what_follows_a_stop_string_does_not_count() -> None:
+    rules = ChoiceRules(stops=StopStrings(["c"]), prediction=[*map(ord, "abcdef")])
+    choice = ChoiceText(Characters(), rules)
+    choice.push([*map(ord, "abcdef")])
+    assert choice.finish == "stop" and choice.repeated.count == choice.token_count == 3
 
 
 def test_what_is_left_out_is_bounded() -> None:
