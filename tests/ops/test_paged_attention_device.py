@@ -511,3 +511,16 @@ def test_defaults_fit_a_multiprocessor() -> None:
                 config = default_config(head_dim, 4, dtype, kind)
                 row_bytes = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
                 assert 2 * (config.stages - 1) * config.tile * row_bytes < attention_configs.SHARED_BYTES
+
+
+def test_verification_is_cut_into_what_runs_at_once() -> None:
+    """What is cut further is merged query by query. Rows of few queries each are cut as those of one."""
+    for head_dim in (64, 128, 256):
+        for dtype in (torch.bfloat16, FP8, torch.float32):
+            for rows_per_sm, queries in ((0.06, 8), (0.5, 8), (0.5, 16), (1.0, 4), (2.0, 3), (4.0, 2), (16.0, 2)):
+                config = choose_config(head_dim, 4, dtype, queries, rows_per_sm=rows_per_sm, invariant=False)
+                row_bytes = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
+                at_once = attention_configs.SHARED_BYTES // ((2 * config.stages * config.tile + config.block_m) * row_bytes)
+                assert 1 <= config.programs <= max(1, at_once), (head_dim, dtype, rows_per_sm, queries)
+    one, few = (choose_config(128, 4, torch.bfloat16, queries, rows_per_sm=0.5, invariant=False) for queries in (1, 3))
+    assert one == few

@@ -161,6 +161,27 @@ def test_linears_are_tuned_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch) 
     assert not ran
 
 
+@pytest.mark.usefixtures("_on_device")
+@pytest.mark.parametrize(("sooner_us", "overlaps", "taken"), [(1, True, "dot"), (1, False, "library"), (4, True, "library")])
+def test_the_library_has_to_win_what_it_costs_its_neighbours(
+    sooner_us: int, overlaps: bool, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels begin beside the one before, the library's do not."""
+    monkeypatch.setattr("common.ops.linear.linear_tuning._ROTATED_BYTES", 1 << 14)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # the interpreter knows one thread
+    monkeypatch.setattr("common.ops.backend.pdl", lambda x: overlaps)
+    ran: list[str] = []
+    monkeypatch.setattr(linear_device, "run", lambda op, x, weight, chosen: ran.append(chosen.kind) or torch.ones(1))
+
+    def measure(launch: Callable[[int], object], launches: int) -> float:
+        launch(0)
+        return 1e-5 - sooner_us * 1e-6 * (ran[-1] == "library")
+
+    tune_linears([("plain", 128, 256, "gate_up")], dtype=torch.bfloat16, device=CPU, buckets=(64,), measure=measure)
+    plain = pack_linear(torch.randn(128, 256).bfloat16())
+    assert linear_device.choose("gated", plain, 64, quantised=False).kind == taken
+
+
 def test_a_wrong_result_does_not_win_by_being_fast() -> None:
     results = {
         1.0: torch.zeros(3, 4),

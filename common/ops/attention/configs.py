@@ -15,6 +15,8 @@ PrefillBackend = Literal["hopper", "cudnn", "flash", "kernel"]
 SHARED_BYTES = 227 * 1024
 SHORT_QUERIES = 16
 """Rows of decode and verification have at most so many queries: one work list. With longer rows there are two."""
+_LEAST_BLOCK_M = 16
+_FEW_ROWS_PER_SM, _SOME_ROWS_PER_SM = 0.6, 3
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,9 +56,11 @@ def choose_config(
         config = default_config(head_dim, group, dtype, "decode")
         config = replace(config, block_m=max(32, config.block_m), tile=min(64, config.tile))
         return replace(config, warps=8, segment_keys=512, swap=False, fused=False)
+    if max_queries == 1:
+        return default_config(head_dim, group, dtype, kind, rows_per_sm=rows_per_sm)
     # with several queries the products are larger, and few rows' cut suits them
-    config = default_config(head_dim, group, dtype, kind, rows_per_sm=rows_per_sm if max_queries == 1 else 0.0)
-    return widened(config, head_dim, group, dtype, max_queries)
+    config = widened(default_config(head_dim, group, dtype, kind), head_dim, group, dtype, max_queries)
+    return _verifying(config, head_dim, dtype, rows_per_sm) if kind == "decode" else config
 
 
 def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind, *, rows_per_sm: float = 0.0) -> AttentionConfig:
@@ -64,7 +68,7 @@ def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind, *,
     smaller the tile of K and V, 16 KB to 4, and the more programs. Splits of few rows may be one tile: each goes through seven
     barriers, and few short rows leave multiprocessors idle that can take one."""
     row_bytes = _power_of_2(head_dim) * dtype.itemsize
-    block_m = max(16, _power_of_2(group))
+    block_m = max(_LEAST_BLOCK_M, _power_of_2(group))
     if dtype == torch.float32:  # no tensor cores
         return AttentionConfig(block_m, 32 if head_dim <= 128 else 16, 8, 2, 2)
     if kind == "prefill":  # parts of prompts beside rows, of a few hundred tokens; longer ones go to other kernels
@@ -74,9 +78,9 @@ def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind, *,
             return AttentionConfig(max(64, block_m), 64, 4, 3, 2, min_split_keys=1024)
         return AttentionConfig(max(128, block_m), 64, 8, 3, 2, min_split_keys=1024)
     tile = min(128, max(32, 64 * 256 // row_bytes))
-    if rows_per_sm <= 0.6:
+    if rows_per_sm <= _FEW_ROWS_PER_SM:
         return AttentionConfig(block_m, tile, 4, 3, 3, 64)
-    if rows_per_sm <= 3:
+    if rows_per_sm <= _SOME_ROWS_PER_SM:
         return AttentionConfig(block_m, tile, 4, 4, 2, 64)
     if rows_per_sm <= 6:
         return AttentionConfig(block_m, max(32, tile // 2), 2, 4, 4, 64)
@@ -90,6 +94,18 @@ def widened(config: AttentionConfig, head_dim: int, group: int, dtype: torch.dty
         return config
     tile = min(config.tile, 64 if head_dim <= 128 else 32)
     return replace(config, block_m=block_m, tile=tile, warps=8 if block_m == 64 else config.warps, swap=False)
+
+
+def _verifying(config: AttentionConfig, head_dim: int, dtype: torch.dtype, rows_per_sm: float) -> AttentionConfig:
+    """As measured on an H200 (docs/performance.md). Of many queries an SM gets no more programs than it holds at once, since
+    each result of a row that is cut is merged. Many rows of few queries each are faster with more programs, and less in flight
+    in each."""
+    if rows_per_sm <= _FEW_ROWS_PER_SM and config.block_m == _LEAST_BLOCK_M:
+        return config
+    if rows_per_sm > _SOME_ROWS_PER_SM and config.block_m == _LEAST_BLOCK_M:
+        config = replace(config, stages=2)
+    buffers = (2 * config.stages * config.tile + config.block_m) * _power_of_2(head_dim) * dtype.itemsize
+    return replace(config, programs=max(1, min(config.programs, SHARED_BYTES // buffers)))
 
 
 def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> Iterator[AttentionConfig]:

@@ -165,6 +165,12 @@ def merge_kernel(
                 )  # fmt: skip
 
 
+_ROWS_PARTS = 8
+"""Parts of a result row that a warp has at once, where there are many rows: what it holds is what others wait for."""
+_FEW_ROWS_PARTS = 32
+"""The same of few rows, whose keys are in many parts: they are read in few turns."""
+
+
 def merge_splits(
     work: WorkList,
     plan: DevicePlan,
@@ -175,9 +181,15 @@ def merge_splits(
     pdl: bool,
     in_order: bool,
 ) -> None:
-    """Writes the rows of `output` whose keys were split."""
+    """Writes the rows of `output` whose keys were split.
+
+    A warp has a row: with more of them, parts would be added up through shared memory.
+    """
     slot_rows = work.partials.shape[2]
-    merge_kernel[(min(len(work.merges) * plan.kv_heads * slot_rows, 8 * sms),)](
+    # of a row, where all are of one length
+    expected = sms * work.config.programs // (plan.kv_heads * plan.batch.num_rows)
+    most = sms * (16 if expected > 1 else 8)
+    merge_kernel[(min(len(work.merges) * plan.kv_heads * slot_rows, most),)](
         output=output,
         partials=work.partials,
         sums=work.sums,
@@ -188,11 +200,11 @@ def merge_splits(
         GROUP=plan.num_heads // plan.kv_heads,
         HEAD_DIM=plan.head_dim,
         SLOT_ROWS=slot_rows,
-        PARTS=16,
+        PARTS=_FEW_ROWS_PARTS if expected > _ROWS_PARTS * 2 and plan.head_dim <= 128 else _ROWS_PARTS,
         IN_ORDER=in_order,
         SINKS=sinks is not None,
         PDL=pdl,
-        num_warps=4,
+        num_warps=1,
         launch_pdl=pdl,
         enable_fp_fusion=not in_order,
     )

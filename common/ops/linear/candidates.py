@@ -254,22 +254,27 @@ def _few_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Ca
         block_k = min(block_k, SCALE_BLOCK)
     found: list[Candidate] = []
     # 32 rows go through mma.sync: small tiles leave a short tail where K is not cut
-    for block_n, residents in ((64, 2), (64, 3), (128, 2), (32, _all_at_once(shape, 32, num_sms, 4, 7))):
+    tiles = [(64, block_k, 2), (64, block_k, 3), (128, block_k, 2), (32, block_k, _all_at_once(shape, 32, num_sms, 4, 7))]
+    if rows > 4:  # one program with all stages there are: fewer splits, which others add up
+        tiles.append((64, block_k, 1))
+    if block_m == 64 and shape.scaling != "blocks":
+        tiles.append((128, 2 * block_k, 1))
+    for block_n, depth, residents in tiles:
         if block_n == 32 and (quantised or block_m > 32):
             continue
-        stage_bytes = (block_n + block_m) * block_k * shape.item_bytes
+        stage_bytes = (block_n + block_m) * depth * shape.item_bytes
         stages = min(8, SHARED_BYTES // residents // stage_bytes + _SYNC_STAGES * (block_n == 32))
         if stages < 2 or (block_m > 64 and block_n == 64):
             continue
         warps = 8 if block_n * block_m >= 128 * 128 else 4
-        for splits in _splits(shape, block_n, block_k, num_sms * (2 if block_n == 32 else residents)):
-            found.append(Candidate("dot", quantised, block_n, block_m, block_k, splits, warps, stages))
+        for splits in _splits(shape, block_n, depth, num_sms * (2 if block_n == 32 else residents)):
+            found.append(Candidate("dot", quantised, block_n, block_m, depth, splits, warps, stages))
     if rows <= 8 and not quantised:  # eight rows are enough for mma.sync: less shared memory
         splits = _splits(shape, 64, block_k, num_sms * 2)[0]
         residents = _all_at_once(shape, 64, num_sms, 2, 4)
         stages = min(6, SHARED_BYTES // residents // ((64 + 8) * block_k * shape.item_bytes) + _SYNC_STAGES)
         found.append(Candidate("dot", False, 64, 8, block_k, splits, 4, stages))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _converting(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
