@@ -264,7 +264,7 @@ def _few_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Ca
             continue
         stage_bytes = (block_n + block_m) * depth * shape.item_bytes
         stages = min(8, SHARED_BYTES // residents // stage_bytes + _SYNC_STAGES * (block_n == 32))
-        if stages < 2 or (block_m > 64 and block_n == 64):
+        if stages < 2 or (block_m > 64 and block_n == 64 and residents > 1):
             continue
         warps = 8 if block_n * block_m >= 128 * 128 else 4
         for splits in _splits(shape, block_n, depth, num_sms * (2 if block_n == 32 else residents)):
