@@ -8,6 +8,7 @@ from common.protocol.errors import InvalidParameter
 from common.text.bundle import TextBundle
 from common.text.output.tools import ToolSet
 from common.text.template import ChatTemplate
+from services.gateway.arguments import Notes
 from services.gateway.choice_events import AnswerFormat
 from services.gateway.openai import ChatRequest
 from services.gateway.tools import named_tool
@@ -18,12 +19,16 @@ _SWITCHES = ("enable_thinking", "thinking")
 _PROMPT_END_TOKENS = 16
 
 
-def template_variables(template: ChatTemplate, request: ChatRequest, *, reasons: bool = False) -> dict[str, Any]:
-    """Return the variables that a request sets in `template`; those of `chat_template_kwargs` come first, and `documents` is
-    one. `reasons`: the model reasons, whether it can be told to or not.
+def template_variables(bundle: TextBundle, request: ChatRequest, notes: Notes) -> dict[str, Any]:
+    """Return the variables that a request sets in its template; those of `chat_template_kwargs` come first, and `documents` is
+    one. `notes` hears of reasoning that is asked of a model that does not reason, or has no levels of it: agents ask for it
+    with each request, whatever the model.
 
-    :raises InvalidParameter: if one can't be set, or the template does not know what the request asks for.
+    :raises InvalidParameter: as `template_of`; if a variable can't be set, no reasoning is wanted of a model that always
+        reasons, or `notes` refuses what has no effect.
     """
+    template = template_of(bundle, request)
+    reasons = bundle.dialect_of(template).reasoning != "none"
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if taken := _RESERVED.intersection(variables):
         raise InvalidParameter(f"chat_template_kwargs can't set {min(taken)}", param="chat_template_kwargs")
@@ -40,12 +45,14 @@ def template_variables(template: ChatTemplate, request: ChatRequest, *, reasons:
             if switch is not None:
                 variables.setdefault(switch, False)
         else:
-            raise _unknown("reasoning_effort")
+            notes.note("reasoning_effort", "this model has no such levels")
     if request.enable_thinking is not None:
         if switch is not None:
             variables.setdefault(switch, request.enable_thinking)
-        elif not (request.enable_thinking and reasons):
-            raise _unknown("enable_thinking")
+        elif request.enable_thinking and not reasons:
+            notes.note("enable_thinking", "this model does not reason")
+        elif reasons and not request.enable_thinking:
+            raise InvalidParameter("this model always reasons: leave enable_thinking out", param="enable_thinking")
     return variables
 
 
@@ -95,7 +102,3 @@ def _end_of(bundle: TextBundle, request: ChatRequest, prompt: list[int]) -> str:
         return bundle.tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special=False)
     content = request.messages[-1].content
     return content if isinstance(content, str) else "\n".join(part.text or "" for part in content or ())
-
-
-def _unknown(argument: str) -> InvalidParameter:
-    return InvalidParameter(f"{argument} is not supported by this model: leave it out", param=argument)

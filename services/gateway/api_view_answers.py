@@ -87,8 +87,22 @@ VIEW_ANSWERS: dict[str, Schema] = {
                 "status": _STATUS,
                 "call_id": STRING,
                 "name": STRING,
+                "namespace": STRING,
                 "arguments": STRING,
-            }
+            },
+            optional=("namespace",),
+        ),
+        record(
+            {
+                "id": STRING,
+                "type": const("custom_tool_call"),
+                "status": _STATUS,
+                "call_id": STRING,
+                "name": STRING,
+                "namespace": STRING,
+                "input": STRING,
+            },
+            optional=("namespace",),
         ),
     ),
     "ResponseEvent": {
@@ -126,7 +140,9 @@ VIEW_ANSWERS: dict[str, Schema] = {
                     record({"type": const("tool_use"), "id": STRING, "name": STRING, "input": _OBJECT}),
                 )
             ),
-            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", None]},
+            "stop_reason": {
+                "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", None]
+            },
             "stop_sequence": _NAME,
             "usage": reference("MessageUsage"),
         }

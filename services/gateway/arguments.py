@@ -225,11 +225,13 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 class Notes:
-    """What one request sent in vain. `labels` are for the counter, `text` is for the client."""
+    """What one request sent in vain. `labels` are for the counter, `text` is for the client. `names`: what the request's API
+    calls arguments of a chat, where it has other names for them."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self.labels: list[str] = []
+        self.names: Mapping[str, str] = {}
         self._named: dict[str, str] = {}
 
     @property
@@ -280,6 +282,7 @@ class Notes:
 
         :raises InvalidParameter: if `strict` is set.
         """
+        name = self.names.get(name, name)
         if self.strict:
             raise InvalidParameter(f"{name} has no effect here: {hint}", param=name)
         self._named[name] = f" ({hint})"

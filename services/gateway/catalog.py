@@ -167,7 +167,7 @@ class Catalog:
         model = self.choose(request.model, of_subject=of_subject, tenant=tenant)
         try:
             assert isinstance(request, ChatRequest)
-            return await model.preparer.count(request, is_large=len(body) > SMALL_BYTES), notes
+            return await model.preparer.count(request, notes, is_large=len(body) > SMALL_BYTES), notes
         except RequestError as error:
             raise view.in_its_terms(error) from error
 
@@ -208,7 +208,7 @@ class Catalog:
         if kind == "tokenize":
             text = await self.intake.run(parse_tokenize(body, notes), large=is_large)
             model = self.choose(text.model, of_subject=of_subject, tenant=tenant)
-            return model, await model.tokenizing.tokenize(text), notes
+            return model, await model.tokenizing.tokenize(text, notes), notes
         limit = max(model.tokenizing.max_tokens for model in self.models)
         ids = await self.intake.run(parse_detokenize(body, notes, max_tokens=limit), large=is_large)
         model = self.choose(ids.model, of_subject=of_subject, tenant=tenant)

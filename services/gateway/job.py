@@ -82,6 +82,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     answer's log-probabilities and in `prompt_logprobs`, -1: they are not there. `continues`: an answer follows text or has a
     form, so a leading space is kept. `writers`: what encodes the answer. `tenant`: who asked, empty for nobody in
     particular; `weight`: its share of workers. `prediction`: tokens that the answers are expected to repeat in parts.
+    `fills_context`: an answer that is cut off is cut off by the end of the context, not by what the client asked for.
     """
 
     id: str
@@ -113,6 +114,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     echo_top: int = -1
     prompt_top: int = -1
     prediction: list[int] = []
+    fills_context: bool = False
 
     def prediction_of(self, prompt: int) -> list[int]:
         """Return what is looked up beside a prompt: the prediction behind the prompt's end, so that an answer that begins like

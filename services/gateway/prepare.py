@@ -80,7 +80,7 @@ class Preparer:
         grammar = form.grammar
         format: AnswerFormat | None = None
         if isinstance(request, ChatRequest):
-            prompts, echoes = [await self._chat_prompt(request, in_thread=is_large)], [""]
+            prompts, echoes = [await self._chat_prompt(request, notes, in_thread=is_large)], [""]
             logprobs = (request.top_logprobs or 0) if request.logprobs else -1
             format = format_of(self._bundle, request, prompts[0], constrained=bool(form.grammar))
             if format is not None and format.tools is not None:
@@ -92,7 +92,7 @@ class Preparer:
         self._check_choices(request, len(prompts))
         prompt_top = request.asks_prompt_logprobs
         echo_top = logprobs if isinstance(request, CompletionRequest) and request.echo else -1
-        max_tokens = self._max_tokens(request, prompts, logprobs, tenant)
+        max_tokens, fills_context = self._max_tokens(request, prompts, logprobs, tenant)
         self._check_prompt_scores(request, prompts, max(echo_top, prompt_top), max_tokens, logprobs)
         stream = stream_default if request.stream is None else request.stream
         if stream and prompt_top >= 0:
@@ -128,14 +128,15 @@ class Preparer:
             echo_top=echo_top,
             prompt_top=prompt_top,
             prediction=await self._prediction(request),
+            fills_context=fills_context,
         )
 
-    async def count(self, request: ChatRequest, *, is_large: bool) -> int:
-        """How many tokens the prompt of a chat has.
+    async def count(self, request: ChatRequest, notes: Notes, *, is_large: bool) -> int:
+        """How many tokens the prompt of a chat has. `notes`: what of its body had no effect.
 
         :raises RequestError: as `prepare`.
         """
-        return len(await self._chat_prompt(request, in_thread=is_large))
+        return len(await self._chat_prompt(request, notes, in_thread=is_large))
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
         n = request.n or 1
@@ -162,8 +163,11 @@ class Preparer:
                 param="prompt",
             )
 
-    def _max_tokens(self, request: Arguments, prompts: list[list[int]], logprobs: int, tenant: Tenant | None) -> int:
-        """How long each choice may get."""
+    def _max_tokens(
+        self, request: Arguments, prompts: list[list[int]], logprobs: int, tenant: Tenant | None
+    ) -> tuple[int, bool]:
+        """How long each choice may get, and whether the context says so, not the client. What a client sends is a bound: agents
+        send the same whatever the prompt leaves. More than the context has is a mistake."""
         param, asked = "max_tokens", request.max_tokens
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             param, asked = "max_completion_tokens", request.max_completion_tokens
@@ -178,23 +182,26 @@ class Preparer:
         if asked is None or asked == openai.NO_LIMIT:
             default = room if asked is not None or isinstance(request, ChatRequest) else _COMPLETION_MAX_TOKENS
             asked = max(1, min(default, room, limit // (choices * values)))
-        elif asked > room:
+            fills_context = asked == room
+        elif asked > context:
             raise ContextLengthExceeded(
                 f"the prompt takes {context - room} of {context} tokens of context: {param} can be at most {room}, not {asked}",
                 param=param,
             )
+        else:
+            fills_context = asked > room
+            asked = min(asked, room)
         if choices * asked * values > limit:
             raise InvalidParameter(
                 f"prompts × n × {param} × (1 + logprobs) is {len(prompts)} × {request.n or 1} × {asked} × {values} = "
                 f"{choices * asked * values}; at most {limit} values are answered",
                 param=param,
             )
-        return asked
+        return asked, fills_context
 
-    async def _chat_prompt(self, request: ChatRequest, *, in_thread: bool) -> list[int]:
+    async def _chat_prompt(self, request: ChatRequest, notes: Notes, *, in_thread: bool) -> list[int]:
         template, offered = request.chat_template or "", request.offered_tools
-        chosen = template_of(self._bundle, request)
-        variables = template_variables(chosen, request, reasons=self._bundle.dialect_of(chosen).reasoning != "none")
+        variables = template_variables(self._bundle, request, notes)
         limit = self._context() - 1
         num_tools_chars = tools.size_of(offered)
         self._check_size(num_tools_chars, limit, "tools")

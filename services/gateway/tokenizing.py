@@ -16,7 +16,8 @@ import msgspec
 from common.protocol.errors import ContextLengthExceeded
 from common.text.bundle import TextBundle
 from services.gateway import openai, tools
-from services.gateway.answer_format import template_of, template_variables
+from services.gateway.answer_format import template_variables
+from services.gateway.arguments import Notes
 from services.gateway.intake import Intake
 from services.gateway.token_bodies import DetokenizeRequest, TokenizeRequest
 from services.gateway.whole import Pieces
@@ -49,8 +50,8 @@ class Tokenizing:
         """Ids that are made text of at a time."""
         return max(MIN_LIMIT_TOKENS, self._bundle.max_context)
 
-    async def tokenize(self, request: TokenizeRequest) -> Pieces:
-        """The body of the answer.
+    async def tokenize(self, request: TokenizeRequest, notes: Notes) -> Pieces:
+        """The body of the answer. `notes`: what of the request's body had no effect.
 
         :raises InvalidParameter: if the messages can't be rendered, or it is not valid Unicode.
         :raises ContextLengthExceeded: if it is longer than what is tokenized at a time.
@@ -65,7 +66,9 @@ class Tokenizing:
         else:
             self._check_size(len(prompt), "prompt")
             ids_of, is_long = self._ids_of_prompt, len(prompt) > _INLINE
-        return await self._run(lambda: self._tokenized(ids_of(request), bool(request.return_token_strs)), in_thread=is_long)
+        return await self._run(
+            lambda: self._tokenized(ids_of(request, notes), bool(request.return_token_strs)), in_thread=is_long
+        )
 
     async def detokenize(self, request: DetokenizeRequest) -> Pieces:
         """The body of the answer.
@@ -82,17 +85,17 @@ class Tokenizing:
 
     # -- inside
 
-    def _ids_of_prompt(self, request: TokenizeRequest) -> list[int]:
+    def _ids_of_prompt(self, request: TokenizeRequest, _: Notes) -> list[int]:
         return self._bundle.encode_prompt(request.prompt or "", add_special=request.add_special_tokens is not False)
 
-    def _ids_of_messages(self, request: TokenizeRequest) -> list[int]:
+    def _ids_of_messages(self, request: TokenizeRequest, notes: Notes) -> list[int]:
         chat = request.chat
         ids = self._bundle.encode_chat(
             [openai.template_message(message) for message in chat.messages],
             tools=chat.offered_tools,
             continues=chat.continues,
             add_generation_prompt=chat.add_generation_prompt is not False,
-            variables=template_variables(template_of(self._bundle, chat), chat),
+            variables=template_variables(self._bundle, chat, notes),
             template=chat.chat_template or "",
         )
         return self._tokenizer.add_special(ids) if request.add_special_tokens else ids

@@ -128,12 +128,10 @@ async def test_a_named_template_and_its_variables(edge: Edge) -> None:
     developer = [{"role": "developer", "content": "x"}]
     assert await prompt(messages=developer) == "<|system|>x<|bot|>"
     assert await prompt(messages=developer, chat_template="knows") == "Ddeveloper;"
-    for arguments, param in (
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"chat_template": "{{ messages }}"}, "chat_template"),
-    ):
-        seen = await ask(edge, core, "chat", body_of("chat", False, 1, **arguments), bundle=bundle)
-        assert seen.error is not None and seen.error["param"] == param
+    assert await prompt(reasoning_effort="low") == "<|user|>hi<|bot|>"
+    body = body_of("chat", False, 1, chat_template="{{ messages }}")
+    seen = await ask(edge, core, "chat", body, bundle=bundle)
+    assert seen.error is not None and seen.error["param"] == "chat_template"
 
 
 async def test_the_reasoning_of_a_message_that_is_sent_back_reaches_the_template() -> None:

@@ -136,7 +136,7 @@ async def test_the_context_is_what_workers_hold_if_that_is_less_than_the_models(
         for longest, context in ((0, MAX_CONTEXT), (MAX_CONTEXT + 1, MAX_CONTEXT), (100, 100)):
             core.longest, core.longest_read = longest, 2 * longest
             assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == context
-            refused = await http.post(COMPLETIONS, json={"prompt": [5] * 50, "max_tokens": context - 49})
+            refused = await http.post(COMPLETIONS, json={"prompt": [5] * 50, "max_tokens": context + 1})
             check_error(refused, 400, "context_length_exceeded")
             assert f"50 of {context} tokens" in refused.text
         check_error(await http.post(COMPLETIONS, json={"prompt": [5] * 100}), 400, "context_length_exceeded")

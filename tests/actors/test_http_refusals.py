@@ -119,16 +119,21 @@ async def test_a_conversation_over_the_context_is_a_400() -> None:
     check_error(await post(core, CHAT, body, max_body_bytes=2**26), 400, "context_length_exceeded")
 
 
-async def test_more_tokens_than_fit_behind_the_prompt_are_refused_and_none_given_means_all_that_fit() -> None:
+async def test_max_tokens_is_a_bound_and_more_than_the_context_has_is_a_mistake() -> None:
     core = ScriptedCore(says("x"))
     prompt = BUNDLE.encode_chat(HI["messages"])
     room = MAX_CONTEXT - len(prompt)
-    error = check_error(await post(core, CHAT, {**HI, "max_tokens": room + 1}), 400, "context_length_exceeded")
+    error = check_error(await post(core, CHAT, {**HI, "max_tokens": MAX_CONTEXT + 1}), 400, "context_length_exceeded")
     assert str(room) in error["message"]
-    await post(core, CHAT, {**HI, "max_tokens": room})
+    for asked in (room, room + 1, MAX_CONTEXT):
+        await post(core, CHAT, {**HI, "max_tokens": asked})
     await post(core, CHAT, HI)
     await post(core, COMPLETIONS, {"prompt": "hi"})
-    assert [stream.request.sampling.max_tokens for stream in core.streams] == [room, room, 16]
+    assert [stream.request.sampling.max_tokens for stream in core.streams] == [room, room, room, room, 16]
+    error = check_error(
+        await post(core, CHAT, {**HI, "max_tokens": room + 1, "min_tokens": room + 1}), 400, "invalid_parameter"
+    )
+    assert error["param"] == "min_tokens"
 
 
 async def test_special_tokens_in_a_users_text_are_plain_text() -> None:

@@ -182,10 +182,11 @@ async def test_a_tenant_has_as_much_context_as_it_was_given(tmp_path: Path) -> N
     async with gateway(path, core) as (http, _):
         long = {"messages": [{"role": "user", "content": "x" * 100}]}
         check_error(await http.post(CHAT, json=long, headers=bearer(ACME)), 400, "context_length_exceeded")
-        check_error(await http.post(CHAT, json={**HI, "max_tokens": 64}, headers=bearer(ACME)), 400, "context_length_exceeded")
-        assert (await http.post(CHAT, json=HI, headers=bearer(ACME))).status_code == 200
-        asked = core.streams[-1].request
-        assert len(asked.prompt) + asked.sampling.max_tokens == 64
+        check_error(await http.post(CHAT, json={**HI, "max_tokens": 65}, headers=bearer(ACME)), 400, "context_length_exceeded")
+        for body in (HI, {**HI, "max_tokens": 64}):
+            assert (await http.post(CHAT, json=body, headers=bearer(ACME))).status_code == 200
+            asked = core.streams[-1].request
+            assert len(asked.prompt) + asked.sampling.max_tokens == 64
         assert (await http.post(CHAT, json=long, headers=bearer(ZOO))).status_code == 200
 
 

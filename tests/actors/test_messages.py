@@ -9,7 +9,7 @@ import pytest
 
 from common.protocol.errors import NoWorkers
 from tests.actors.both_edges import Edge
-from tests.actors.edge import AsgiClient, ScriptedCore, app_of, ids, until
+from tests.actors.edge import MAX_CONTEXT, AsgiClient, ScriptedCore, app_of, ids, until
 from tests.actors.http_client import config, says
 from tests.actors.test_answer_events import ARGUMENTS, CALLS, PLAIN, QWEN, bytewise, four_ways
 from tests.actors.views_site import MESSAGES, ask, message_of, post
@@ -65,6 +65,8 @@ async def test_why_an_answer_ended(edge: Edge, stream: bool) -> None:
     assert message["content"] == [{"type": "text", "text": "Hello "}]
     message = message_of(await ask(edge, ScriptedCore(says("Hello")), MESSAGES, body))
     assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
+    message = message_of(await ask(edge, ScriptedCore(says("Hello")), MESSAGES, {**body, "max_tokens": MAX_CONTEXT}))
+    assert (message["stop_reason"], message["stop_sequence"]) == ("model_context_window_exceeded", None)
     message = message_of(await ask(edge, ScriptedCore(bytewise("<think>wo</think>a world")), MESSAGES, body, bundle=QWEN))
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "wo")
     assert message["content"][-1] == {"type": "text", "text": "a "}
@@ -83,8 +85,10 @@ async def test_thinking_is_switched_where_the_template_can(edge: Edge, stream: b
     on = {**HI, "stream": stream, "thinking": {"type": "enabled", "budget_tokens": 50}}
     await ask(edge, core, MESSAGES, on, bundle=QWEN)
     assert core.streams[-1].request.prompt == ids("<|user|>hi<|bot|>")
-    [refused] = await ask(edge, core, MESSAGES, on)
-    assert refused["error"]["type"] == "invalid_request_error" and "thinking is not supported" in refused["error"]["message"]
+    for more in (on, {**HI, "stream": stream, "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}):
+        assert message_of(await ask(edge, core, MESSAGES, more))["content"] == [{"type": "text", "text": "So."}]
+    [refused] = await ask(edge, core, MESSAGES, on, strict=True)
+    assert refused["error"]["type"] == "invalid_request_error" and "thinking" in refused["error"]["message"]
     assert message_of(await ask(edge, core, MESSAGES, off))["content"] == [{"type": "text", "text": "So."}]
     assert message_of(await ask(edge, core, MESSAGES, off, bundle=PLAIN))["content"] == [{"type": "text", "text": "So."}]
 

@@ -68,12 +68,70 @@ async def test_reasoning_text_and_calls_are_items(edge: Edge, stream: bool) -> N
     assert response["tools"] == [{"description": None, "strict": False, "parameters": None, **tool} for tool in TOOLS]
 
 
+PATCH = 'a "b"\n\u00fc'
+AGENT_CALLS = (
+    '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "n__weather", "arguments": '
+    + ARGUMENTS
+    + '}\n</tool_call>\n<tool_call>\n{"name": "patch", "arguments": '
+    + json.dumps({"input": PATCH})
+    + '}\n</tool_call>\n<tool_call>\n{"name": "patch", "arguments": {"text": 1}}\n</tool_call>'
+)
+AGENT_TOOLS: list[dict[str, Any]] = [
+    {"type": "namespace", "name": "n", "description": "d", "tools": TOOLS},
+    {"type": "web_search"},
+    {"type": "custom", "name": "patch", "description": "d", "format": {"type": "text"}},
+]
+
+
+@four_ways
+async def test_calls_of_namespaces_and_custom_tools_have_the_clients_names(edge: Edge, stream: bool) -> None:
+    body = {**HI, "stream": stream, "tools": AGENT_TOOLS}
+    response = response_of(await ask(edge, ScriptedCore(bytewise(AGENT_CALLS)), RESPONSES, body, bundle=QWEN))
+    assert without_ids(response["output"])[1:] == [
+        {"type": "function_call", "name": "weather", "namespace": "n", "arguments": ARGUMENTS},
+        {"type": "custom_tool_call", "name": "patch", "input": PATCH},
+        {"type": "custom_tool_call", "name": "patch", "input": '{"text": 1}'},
+    ]
+    assert [item["id"].partition("_")[0] for item in response["output"]] == ["rs", "fc", "ctc", "ctc"]
+    assert response["tools"] == AGENT_TOOLS
+    function, custom, _ = response["output"][1:]
+    again = [
+        {"role": "user", "content": "hi"},
+        *response["output"],
+        {"type": "function_call_output", "call_id": function["call_id"], "output": "1"},
+        {"type": "custom_tool_call_output", "call_id": custom["call_id"], "output": "2"},
+    ]
+    core = ScriptedCore(says("So."))
+    await ask(edge, core, RESPONSES, {**body, "input": again}, bundle=QWEN)
+    prompt = QWEN.tokenizer.decode(core.streams[0].request.prompt)
+    assert "n__weather" in prompt and "patch" in prompt and "web_search" not in prompt
+    assert prompt.count("<|tool|>") == 2
+
+
+@four_ways
+async def test_a_call_of_a_custom_tool_that_was_cut_off_has_what_came(edge: Edge, stream: bool) -> None:
+    begun = AGENT_CALLS[: AGENT_CALLS.index("\\n", AGENT_CALLS.index("patch"))]
+    body = {**HI, "stream": stream, "tools": AGENT_TOOLS}
+    core = ScriptedCore(lambda asked: asked.say(begun, finish="length"))
+    response = response_of(await ask(edge, core, RESPONSES, body, bundle=QWEN))
+    assert response["status"] == response["output"][-1]["status"] == "incomplete"
+    assert response["output"][-1]["type"] == "custom_tool_call" and response["output"][-1]["input"].startswith('{"input": "a')
+
+
 @four_ways
 async def test_an_answer_that_was_cut_off_is_incomplete(edge: Edge, stream: bool) -> None:
     body = {**HI, "stream": stream, "max_output_tokens": 3}
     response = response_of(await ask(edge, ScriptedCore(says("abc")), RESPONSES, body))
     assert response["status"] == "incomplete" and response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][0]["status"] == "incomplete" and response["output"][0]["content"][0]["text"] == "abc"
+
+
+async def test_levels_of_reasoning_that_a_model_has_not_are_named() -> None:
+    body = {**HI, "reasoning": {"effort": "high"}}
+    answered = await post(ScriptedCore(says("x")), RESPONSES, body)
+    assert answered.headers["warning"] == '299 penstock "ignored: reasoning.effort (this model has no such levels)"'
+    refused = await post(ScriptedCore(), RESPONSES, body, strict=True)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "reasoning.effort"
 
 
 @four_ways
@@ -136,8 +194,8 @@ async def test_a_mistake_found_behind_the_view_is_in_its_words(edge: Edge, strea
     assert body["error"]["code"] == "context_length_exceeded"
     [body] = await ask(edge, ScriptedCore(), RESPONSES, {**HI, "input": "x " * 900, "stream": stream})
     assert body["error"]["param"] == "input" and body["error"]["message"].startswith("the prompt has ")
-    [body] = await ask(edge, ScriptedCore(), RESPONSES, {**HI, "reasoning": {"effort": "low"}, "stream": stream})
-    assert body["error"]["param"] == "reasoning.effort"
+    [body] = await ask(edge, ScriptedCore(), RESPONSES, {**HI, "chat_template_kwargs": {"messages": 1}, "stream": stream})
+    assert body["error"]["param"] == "chat_template_kwargs"
     [body] = await ask(edge, ScriptedCore(), RESPONSES, {**HI, "text": {"format": {"type": "xml"}}, "stream": stream})
     assert body["error"]["param"] == "text.format.type"
     [body] = await ask(edge, ScriptedCore(), RESPONSES, {"input": "x" * 5000, "stream": stream})
@@ -179,6 +237,22 @@ async def test_the_openai_client_reads_streams_and_bodies() -> None:
         assert "warning" not in raw.headers
         prompt = BUNDLE.tokenizer.decode(core.streams[-1].request.prompt)
         assert prompt.count("<|assistant|>I look.<tool_call>") == 1 and prompt.count("<|tool|>42#") == 2
+
+
+async def test_the_openai_client_reads_calls_of_namespaces_and_custom_tools() -> None:
+    app = app_of(ScriptedCore(bytewise(AGENT_CALLS)), GatewayConfig(), bundle=QWEN)
+    http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
+    tools: Any = AGENT_TOOLS
+    async with AsyncOpenAI(api_key="x", base_url="http://gateway/v1", http_client=http) as client:
+        whole = await client.responses.create(model="Small/Model-1", input="hi", tools=tools)
+        streamed: Any = None
+        async for event in await client.responses.create(model="Small/Model-1", input="hi", tools=tools, stream=True):
+            streamed = event.response if event.type == "response.completed" else streamed
+    for response in (whole, streamed):
+        items: Any = response.output
+        function, custom, _ = items[1:]
+        assert (function.type, function.name, function.to_dict()["namespace"]) == ("function_call", "weather", "n")
+        assert (custom.type, custom.name, custom.input) == ("custom_tool_call", "patch", PATCH)
 
 
 async def test_a_prompt_can_be_counted() -> None:

@@ -144,7 +144,6 @@ BAD = [
     ("tokenize", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ("tokenize", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
     ("tokenize", {"messages": MESSAGES, "chat_template": "none"}, "chat_template"),
-    ("tokenize", {"messages": MESSAGES, "reasoning_effort": "low"}, "reasoning_effort"),
     ("detokenize", {}, "tokens"),
     ("detokenize", {"tokens": "x"}, "tokens"),
     ("detokenize", {"tokens": [-1]}, "tokens[0]"),

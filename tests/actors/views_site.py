@@ -59,6 +59,17 @@ def sse(text: str) -> list[Event]:
     return events
 
 
+CALLED = {"function_call": "arguments", "custom_tool_call": "input"}
+"""Items that are calls, and the member that says what with."""
+NAMED = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+"""What the deltas of an item's text are called."""
+
+
 def response_of(events: list[Event]) -> Event:
     """What a stream's events add up to, whose order is checked; a whole answer as it is."""
     if "type" not in events[0]:
@@ -76,14 +87,15 @@ def response_of(events: list[Event]) -> Event:
             assert stage == "closed"
             current, text, stage = event["item"], "", "added"
             assert current is not None and current["status"] == "in_progress"
-            assert current.get("content", []) == [] and current.get("arguments", "") == ""
+            assert current.get("content", []) == [] and current.get(CALLED.get(current["type"], ""), "") == ""
             continue
         assert current is not None
         if kind == "output_item.done":
-            assert stage == ("done" if current["type"] == "function_call" else "part done")
+            assert stage == ("done" if current["type"] in CALLED else "part done")
             item = event["item"]
-            assert {**item, "status": 0, "content": 0, "arguments": 0} == {**current, "status": 0, "content": 0, "arguments": 0}
-            assert text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+            said = CALLED.get(item["type"], "content")
+            assert {**item, "status": 0, said: 0} == {**current, "status": 0, said: 0}
+            assert text == (item[said] if item["type"] in CALLED else item["content"][0]["text"])
             items.append(item)
             stage = "closed"
             continue
@@ -96,14 +108,13 @@ def response_of(events: list[Event]) -> Event:
             stage = "part done"
         else:
             name, _, end = kind.rpartition(".")
-            expected = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
-            assert name == expected[current["type"]]
-            assert stage == ("added" if current["type"] == "function_call" else "part")
+            assert name == NAMED[current["type"]]
+            assert stage == ("added" if current["type"] in CALLED else "part")
             if end == "delta":
                 assert event["delta"]
                 text += event["delta"]
             else:
-                assert event["arguments" if current["type"] == "function_call" else "text"] == text
+                assert event[CALLED.get(current["type"], "text")] == text
                 stage = "done"
     last = events[-1]
     assert last["type"] == f"response.{last['response']['status']}"

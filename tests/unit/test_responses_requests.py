@@ -109,7 +109,7 @@ def test_arguments_have_their_counterparts() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'"),
         ({"input": [HI, {"type": "web_search_call"}]}, "input[1].type", "'web_search_call'"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", "nothing is stored"),
-        ({"input": [HI, RESULT]}, "input[1].call_id", "no function_call before"),
+        ({"input": [HI, RESULT]}, "input[1].call_id", "no call before"),
         ({"input": [CALL, {"type": "function_call_output", "call_id": "c1"}]}, "input[1].output", "missing"),
         ({"input": [{**CALL, "call_id": None}]}, "input[0].call_id", "missing"),
         ({"input": [{**CALL, "name": "a b"}]}, "input[0]", "input[0].name"),
@@ -129,7 +129,19 @@ def test_arguments_have_their_counterparts() -> None:
         ({"logprobs": True}, "logprobs", "send include"),
         ({"top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs"),
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs", "<= 20"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
+        ({"tools": [{"type": "local_shell"}]}, "tools", "'local_shell'"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "not known"),
+        ({"tools": [{"type": "namespace", "tools": [TOOL]}]}, "tools[0].name", "missing"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": {}}]}, "tools[0].tools", "a list"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace"}]}]}, "tools", "tools[0].tools[0]"),
+        ({"tools": [{"type": "web_search"}, TOOL, {**TOOL, "name": "a b"}]}, "tools", "tools[2].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{**TOOL, "parameters": 5}]}]}, "tools", "tools[0].tools[0].p"),
+        ({"tools": [{**TOOL, "name": "n__f"}, {"type": "namespace", "name": "n", "tools": [TOOL]}]}, "tools", "'n__f'"),
+        ({"tools": [{"type": "custom"}]}, "tools", "tools[0].name is missing"),
+        ({"tools": [{"type": "custom", "name": "c", "format": {"type": "xml"}}]}, "tools[0].format", "not known"),
+        ({"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar"}}]}, "tools[0].format", "syntax"),
+        ({"input": [HI, {"type": "custom_tool_call", "name": "c", "input": "x"}]}, "input[1].call_id", "missing"),
         ({"tools": [{"name": "f"}]}, "tools", "missing"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools", "tools[0].parameters"),
@@ -174,6 +186,59 @@ def test_what_has_no_effect_is_named() -> None:
     assert set(notes.text.removeprefix("ignored: ").split(", ")) == {
         "store", "include.reasoning.encrypted_content", "reasoning.summary", "input[].encrypted_content", "whatever",
     }  # fmt: skip
+
+
+def test_the_functions_of_a_namespace_have_its_name_before_theirs() -> None:
+    inner = [{**TOOL, "strict": None}, {"type": "custom", "name": "g"}]
+    tools = [
+        {"type": "namespace", "name": "mcp__a.b__", "tools": inner},
+        {"type": "namespace", "name": "n" * 70, "tools": [TOOL]},
+    ]
+    called = [{**CALL, "namespace": "mcp__a.b__"}, {**CALL, "call_id": "c2", "namespace": "elsewhere"}]
+    chat = chat_of(
+        {"tools": tools, "tool_choice": {"type": "function", "name": "f", "namespace": "mcp__a.b__"}, "input": called}
+    )
+    assert [tool["function"]["name"] for tool in chat.tools or []] == ["mcp__a_b__f", "mcp__a_b__g", "f"]
+    assert chat.tools is not None and chat.tools[0]["function"]["parameters"] == TOOL["parameters"]
+    assert chat.tool_choice == {"type": "function", "function": {"name": "mcp__a_b__f"}}
+    assert chat.messages == [ChatMessage("assistant", tool_calls=[call("c1", "mcp__a_b__f"), call("c2", "elsewhere__f")])]
+
+
+def test_a_custom_tool_is_a_function_of_one_text() -> None:
+    lark = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
+    digits = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
+    tools = [
+        {"type": "custom", "name": "plain", "description": "d"},
+        {"type": "custom", "name": "parsed", "description": "d", "format": lark},
+        {"type": "custom", "name": "digits", "format": digits},
+    ]
+    said = [
+        {"type": "custom_tool_call", "id": "ctc_1", "status": "completed", "call_id": "c1", "name": "plain", "input": 'a "b"'},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "42"},
+    ]
+    chat = chat_of({"tools": tools, "tool_choice": {"type": "custom", "name": "digits"}, "input": [HI, *said]})
+    plain, parsed, digit = (tool["function"] for tool in chat.tools or [])
+    assert plain["description"] == "d" and plain["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert plain["parameters"]["required"] == ["input"]
+    assert "start: /a+/" in parsed["description"]
+    assert digit["parameters"]["properties"]["input"]["pattern"] == "^(?:[0-9]+)$"
+    assert chat.tool_choice == {"type": "function", "function": {"name": "digits"}}
+    assert chat.messages[1:] == [
+        ChatMessage("assistant", tool_calls=[call("c1", "plain", '{"input":"a \\"b\\""}')]),
+        ChatMessage("tool", content="42", tool_call_id="c1"),
+    ]
+
+
+def test_what_only_openais_servers_run_is_left_out_and_named() -> None:
+    notes = Notes()
+    tools = [{"type": "web_search", "external_web_access": False}, TOOL, {"type": "image_generation"}, {"type": "tool_search"}]
+    chat = chat_of({"tools": tools, "tool_choice": "auto"}, notes=notes)
+    assert [tool["function"]["name"] for tool in chat.tools or []] == ["f"]
+    assert notes.labels == ["tools.web_search", "tools.image_generation", "tools.tool_search"]
+    assert "tools.web_search (it is not run here)" in notes.text
+    assert chat_of({"tools": [{"type": "web_search_preview_2025_03_11"}]}).tools is None
+    with pytest.raises(InvalidParameter, match=r"tools\.web_search has no effect here"):
+        chat_of({"tools": tools}, notes=Notes(strict=True))
 
 
 def test_every_argument_of_a_chat_is_obeyed_refused_or_named() -> None:

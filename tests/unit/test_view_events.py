@@ -15,12 +15,15 @@ from services.gateway.choices import Delta, Finish
 from services.gateway.logprobs import TokenNames
 from services.gateway.views.messages_answer import MessageHead, MessageStream, WholeMessage
 from services.gateway.views.responses_answer import Envelope, ResponseStream, Scores, WholeResponse
+from services.gateway.views.responses_tools import Callee
 from tests.actors.edge import BUNDLE
 from tests.actors.views_site import message_of, response_of, sse
 
 SCORES = Scores(TokenNames.of(BUNDLE.tokenizer), -1)
 USAGE = Usage(prompt_tokens=9, completion_tokens=5, cached_tokens=4, reasoning_tokens=2)
 TEXT = st.text(min_size=1, max_size=6) | st.sampled_from(['"', "\\", "\n\n", "é\U0001f600", "event: x\n"])
+
+CALLEES = {"n__f": Callee("f", "n"), "c": Callee("c", is_custom=True), "n__c": Callee("c", "n", is_custom=True)}
 
 
 @st.composite
@@ -30,8 +33,10 @@ def answers(draw: st.DrawFn) -> list[Delta]:
     num_calls = 0
     for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=6)):
         if kind == "call":
-            events.append(CallStart(num_calls, f"call_{num_calls}", draw(TEXT)))
-            arguments = draw(st.sampled_from(["", "{}", '{"a": "\\u00e9"}', '{"b": [1, {"c": "\\""}]}']))
+            events.append(CallStart(num_calls, f"call_{num_calls}", draw(TEXT | st.sampled_from(list(CALLEES)))))
+            arguments = draw(
+                st.sampled_from(["", "{}", '{"a": "\\u00e9"}', '{"b": [1, {"c": "\\""}]}', '{"input": "a\\n\\ud83d\\ude00"}'])
+            )
             cut = draw(st.integers(0, len(arguments)))
             events += [CallArguments(num_calls, piece) for piece in (arguments[:cut], arguments[cut:]) if piece]
             events.append(CallEnd(num_calls))
@@ -75,7 +80,8 @@ def whole(writer: Any, deltas: list[Delta]) -> dict[str, Any]:
 @settings(max_examples=100, deadline=None)
 @given(deltas=answers(), as_sse=st.booleans())
 def test_a_response_is_what_its_events_add_up_to(deltas: list[Delta], as_sse: bool) -> None:
-    envelope = Envelope({"id": "resp_1", "object": "response", "created_at": 5, "model": "m"}, {"store": False})
+    head = {"id": "resp_1", "object": "response", "created_at": 5, "model": "m"}
+    envelope = Envelope(head, {"store": False}, CALLEES)
     streamed = response_of(written(ResponseStream(envelope, SCORES, lambda: USAGE, sse=as_sse), deltas, sse_form=as_sse))
     assert streamed == whole(WholeResponse(envelope, SCORES), deltas)
     is_cut = deltas[-1].finish == "length"
@@ -90,7 +96,7 @@ def test_a_response_is_what_its_events_add_up_to(deltas: list[Delta], as_sse: bo
 @settings(max_examples=100, deadline=None)
 @given(deltas=answers(), as_sse=st.booleans())
 def test_a_message_is_what_its_events_add_up_to(deltas: list[Delta], as_sse: bool) -> None:
-    head = MessageHead("msg_1", "m")
+    head = MessageHead("msg_1", "m", "max_tokens")
     streamed = message_of(written(MessageStream(head, lambda: USAGE, sse=as_sse), deltas, sse_form=as_sse))
     assert streamed == whole(WholeMessage(head), deltas)
     reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
@@ -105,17 +111,17 @@ def test_a_message_is_what_its_events_add_up_to(deltas: list[Delta], as_sse: boo
 def test_arguments_that_are_no_object_are_told_as_they_are() -> None:
     for text in ('{"a": ', "[1]", "nonsense"):
         events: list[Event] = [CallStart(0, "c", "f"), CallArguments(0, text), CallEnd(0)]
-        message = whole(WholeMessage(MessageHead("m", "m")), [Delta("", events=events, finish="tool_calls")])
+        message = whole(WholeMessage(MessageHead("m", "m", "max_tokens")), [Delta("", events=events, finish="tool_calls")])
         assert message["content"] == [{"type": "tool_use", "id": "c", "name": "f", "input": {"invalid_json": text}}]
 
 
 def test_what_is_kept_of_a_stream_is_counted() -> None:
-    envelope = Envelope({"id": "resp_1"}, {"instructions": "x" * 5000})
+    envelope = Envelope({"id": "resp_1"}, {"instructions": "x" * 5000}, {})
     stream = ResponseStream(envelope, SCORES, lambda: USAGE, sse=True)
     before = stream.size
     assert before > 5000
     stream.opening()
     stream.delta(0, Delta("y" * 1000))
     assert stream.size == before + 1000
-    assert MessageStream(MessageHead("m", "m"), lambda: USAGE, sse=True).size == 0
+    assert MessageStream(MessageHead("m", "m", "max_tokens"), lambda: USAGE, sse=True).size == 0
     assert msgspec.json.decode(b"".join(envelope.body(b"failed", [])))["status"] == "failed"

@@ -19,6 +19,7 @@ from services.gateway.views.messages_chat import chat_of
 from services.gateway.views.terms import in_terms, terms
 from services.gateway.views.view import Parsed
 
+_NAMES = {"reasoning_effort": "output_config.effort", "enable_thinking": "thinking"}
 _TERMS = terms(
     (r"\bresponse_format(\.json_schema)?\b", "output_config.format"),
     (r"\breasoning_effort\b", "output_config.effort"),
@@ -32,10 +33,14 @@ _TERMS = terms(
 
 class MessagesWriters:
     def stream(self, job: Job, names: TokenNames, usage: Callable[[], Usage], *, sse: bool) -> MessageStream:
-        return MessageStream(MessageHead(job.shown_id, job.model), usage, sse=sse)
+        return MessageStream(_head(job), usage, sse=sse)
 
     def whole(self, job: Job, names: TokenNames) -> WholeMessage:
-        return WholeMessage(MessageHead(job.shown_id, job.model))
+        return WholeMessage(_head(job))
+
+
+def _head(job: Job) -> MessageHead:
+    return MessageHead(job.shown_id, job.model, "model_context_window_exceeded" if job.fills_context else "max_tokens")
 
 
 MESSAGES_WRITERS = MessagesWriters()
@@ -50,6 +55,7 @@ class MessagesView(msgspec.Struct, frozen=True):
     counts: bool = False
 
     def parse(self, body: bytes, *, max_prompt_tokens: int, notes: Notes) -> Steps[Parsed]:
+        notes.names = _NAMES
         asked = yield from read_messages(body, notes)
         try:
             chat = yield from chat_of(asked, notes, counts=self.counts)

@@ -41,8 +41,11 @@ _DELTAS = {
 
 
 class MessageHead(msgspec.Struct, frozen=True):
+    """`cut_off`: why an answer ended that was not finished."""
+
     id: str
     model: str
+    cut_off: str
 
     def encoded(self) -> bytes:
         """The members that open a message, without a brace behind them."""
@@ -106,7 +109,7 @@ class MessageStream:
     def ending(self, index: int, delta: Delta) -> list[bytes]:
         chunks = self.delta(index, delta)
         chunks += self._stop()
-        end = b'"delta":%s,"usage":%s' % (_encode(_stop(delta)), _encode(usage_body(self._usage())))
+        end = b'"delta":%s,"usage":%s' % (_encode(_stop(delta, self._head)), _encode(usage_body(self._usage())))
         return [*chunks, self._event(b"message_delta", end), self._event(b"message_stop")]
 
     def failure(self, error: PenstockError) -> bytes:
@@ -199,7 +202,7 @@ class WholeMessage:
                 case CallEnd():
                     self._is_open = False
         if delta.finish is not None:
-            self._end = _stop(delta)
+            self._end = _stop(delta, self._head)
 
     def finish(self, usage: Usage) -> Pieces:
         parts: list[bytes | bytearray] = [self._head.encoded(), b',"content":[']
@@ -228,12 +231,12 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     return body
 
 
-def _stop(delta: Delta) -> dict[str, str | None]:
+def _stop(delta: Delta, head: MessageHead) -> dict[str, str | None]:
     """Why the answer ended."""
     if delta.finish == "tool_calls":
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if delta.finish == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return {"stop_reason": head.cut_off, "stop_sequence": None}
     return {"stop_reason": "end_turn" if delta.stopped_by is None else "stop_sequence", "stop_sequence": delta.stopped_by}
 
 

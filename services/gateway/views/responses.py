@@ -5,7 +5,7 @@ See docs/decisions/0032-views.md for what `store` means here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -20,9 +20,12 @@ from services.gateway.logprobs import TokenNames
 from services.gateway.views.responses_answer import Envelope, ResponseStream, Scores, WholeResponse
 from services.gateway.views.responses_body import ResponsesRequest, read_responses
 from services.gateway.views.responses_chat import chat_of
+from services.gateway.views.responses_tools import Callee, offered_tools
 from services.gateway.views.terms import in_terms, terms
 from services.gateway.views.view import Parsed
 
+_FUNCTION = {"description": None, "parameters": None, "strict": False}
+_NAMES = {"reasoning_effort": "reasoning.effort"}
 _TERMS = terms(
     (r"\bmax_completion_tokens\b", "max_output_tokens"),
     (r"\bresponse_format(\.json_schema)?\b", "text.format"),
@@ -34,10 +37,11 @@ _TERMS = terms(
 
 
 class ResponsesWriters:
-    """`asked`: the request, without what it holds of the conversation."""
+    """`asked`: the request, without what it holds of the conversation. `callees`: see `Offered`."""
 
-    def __init__(self, asked: ResponsesRequest) -> None:
+    def __init__(self, asked: ResponsesRequest, callees: Mapping[str, Callee]) -> None:
         self._asked = asked
+        self._callees = callees
 
     def stream(self, job: Job, names: TokenNames, usage: Callable[[], Usage], *, sse: bool) -> ResponseStream:
         return ResponseStream(self._envelope(job), Scores.of(job, names), usage, sse=sse)
@@ -47,7 +51,7 @@ class ResponsesWriters:
 
     def _envelope(self, job: Job) -> Envelope:
         head = {"id": job.shown_id, "object": "response", "created_at": job.created, "model": job.model}
-        return Envelope(head, _echo(self._asked, job))
+        return Envelope(head, _echo(self._asked, job), self._callees)
 
 
 def _echo(asked: ResponsesRequest, job: Job) -> dict[str, Any]:
@@ -65,7 +69,7 @@ def _echo(asked: ResponsesRequest, job: Job) -> dict[str, Any]:
         "temperature": job.sampling.temperature,
         "text": {"format": form or {"type": "text"}},
         "tool_choice": asked.tool_choice or "auto",
-        "tools": [{"description": None, "parameters": None, "strict": False, **tool} for tool in asked.tools or []],
+        "tools": [{**_FUNCTION, **tool} if tool.get("type") == "function" else tool for tool in asked.tools or []],
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": job.sampling.top_p if asked.top_p is None else asked.top_p,
         "truncation": "disabled",
@@ -79,12 +83,14 @@ class ResponsesView(msgspec.Struct, frozen=True):
     keep_alive: bytes = bodies.KEEP_ALIVE
 
     def parse(self, body: bytes, *, max_prompt_tokens: int, notes: Notes) -> Steps[Parsed]:
+        notes.names = _NAMES
         asked = yield from read_responses(body, notes)
         try:
-            chat = yield from chat_of(asked, notes)
+            offered = offered_tools(asked.tools or [], notes)
+            chat = yield from chat_of(asked, offered, notes)
         except RequestError as error:
             raise self.in_its_terms(error) from error
-        return Parsed(chat, ResponsesWriters(msgspec.structs.replace(asked, input="")))
+        return Parsed(chat, ResponsesWriters(msgspec.structs.replace(asked, input=""), offered.callees))
 
     def in_its_terms(self, error: RequestError) -> RequestError:
         return in_terms(error, _TERMS)

@@ -3,7 +3,7 @@
     response.created, response.in_progress
       response.output_item.added
         response.content_part.added                                   not of a function_call
-          response.{output_text|reasoning_text|function_call_arguments}.delta …  and .done
+          response.{output_text|reasoning_text|function_call_arguments|custom_tool_call_input}.delta …  and .done
         response.content_part.done
       response.output_item.done
     response.{completed|incomplete|failed}
@@ -13,7 +13,7 @@ Each event has the next sequence number. All of a delta but its number and its t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +24,7 @@ from services.gateway.bodies import Usage
 from services.gateway.choices import Delta
 from services.gateway.job import Job
 from services.gateway.logprobs import Sink, TokenNames, chat_entries
+from services.gateway.views.responses_tools import Callee, custom_input
 from services.gateway.whole import Pieces
 
 _encode = msgspec.json.Encoder().encode
@@ -51,6 +52,8 @@ _MESSAGE = _Kind(
 )
 _REASONING = _Kind("rs", b"response.reasoning_text", b"text", b'{"type":"reasoning_text","text":"')
 _CALL = _Kind("fc", b"response.function_call_arguments", b"arguments")
+_CUSTOM = _Kind("ctc", b"response.custom_tool_call_input", b"input")
+_CALL_TYPES = {_CALL: b"function_call", _CUSTOM: b"custom_tool_call"}
 
 
 class Scores:
@@ -73,18 +76,22 @@ class Scores:
 
 class _Item:
     """An item of the output. `text` is that of its one part, or a call's arguments, as JSON without quotes. `scores`: entries
-    of its log-probabilities."""
+    of its log-probabilities. `arguments`: of a call of a custom tool, whose one text is known when they are whole."""
 
-    def __init__(self, kind: _Kind, id: str, index: int, call: CallStart | None) -> None:
+    def __init__(self, kind: _Kind, id: str, index: int, call_id: str = "", callee: Callee | None = None) -> None:
         self.kind = kind
         self.text = Sink()
+        self.arguments: list[str] = []
         self.scores = Sink()
         name = _encode(id)
         place = b'"output_index":%d' % index
         self._head = b'{"id":' + name
         self._call = b""
-        if call is not None:
-            self._call = b',"call_id":%s,"name":%s,"arguments":"' % (_encode(call.id), _encode(call.name))
+        if callee is not None:
+            names = {"call_id": call_id, "name": callee.name}
+            if callee.namespace is not None:
+                names["namespace"] = callee.namespace
+            self._call = b',%s,"%s":"' % (_encode(names)[1:-1], kind.key)
             self.place = b'"item_id":%s,%s' % (name, place)
         else:
             self.place = b'"item_id":%s,%s,"content_index":0' % (name, place)
@@ -92,8 +99,8 @@ class _Item:
 
     def body(self, status: bytes, *, is_empty: bool = False) -> list[Part]:
         """The item. `is_empty`: as it is announced."""
-        if self.kind is _CALL:
-            head = self._head + b',"type":"function_call","status":"' + status + b'"' + self._call
+        if self.kind in _CALL_TYPES:
+            head = self._head + b',"type":"%s","status":"%s"' % (_CALL_TYPES[self.kind], status) + self._call
             return [head, *([] if is_empty else self.text.buffers), b'"}']
         if self.kind is _MESSAGE:
             head = self._head + b',"type":"message","role":"assistant","status":"' + status + b'","content":['
@@ -112,9 +119,10 @@ class _Item:
 
 
 class Envelope:
-    """The response object around the items. `echo`: the members that say what was asked for."""
+    """The response object around the items. `echo`: the members that say what was asked for. `callees`: see `Offered`."""
 
-    def __init__(self, head: dict[str, Any], echo: dict[str, Any]) -> None:
+    def __init__(self, head: dict[str, Any], echo: dict[str, Any], callees: Mapping[str, Callee]) -> None:
+        self.callees = callees
         self._head = _encode({**head, **echo})[:-1]
         self.item_suffix = str(head["id"]).removeprefix("resp_")
 
@@ -153,13 +161,33 @@ class _Output:
         self.open: _Item | None = None
         self.size = envelope.size
 
-    def begin(self, kind: _Kind, call: CallStart | None = None) -> _Item:
-        index = len(self.items)
+    def begin(self, kind: _Kind) -> _Item:
         self._num_messages += kind is _MESSAGE
-        self.open = _Item(kind, f"{kind.prefix}_{self.envelope.item_suffix}{index:02d}", index, call)
+        return self._open(kind)
+
+    def begin_call(self, call: CallStart) -> _Item:
+        callee = self.envelope.callees.get(call.name) or Callee(call.name)
+        return self._open(_CUSTOM if callee.is_custom else _CALL, call.id, callee)
+
+    def _open(self, kind: _Kind, call_id: str = "", callee: Callee | None = None) -> _Item:
+        index = len(self.items)
+        self.open = _Item(kind, f"{kind.prefix}_{self.envelope.item_suffix}{index:02d}", index, call_id, callee)
         self.items.append(self.open)
         self.statuses.append(b"in_progress")
         return self.open
+
+    def hold(self, arguments: str) -> bool:
+        """Keep a piece of the open call's arguments until they are whole, if they are a custom tool's."""
+        assert self.open is not None
+        if self.open.kind is not _CUSTOM:
+            return False
+        self.open.arguments.append(arguments)
+        self.size += len(arguments)
+        return True
+
+    def held(self) -> str:
+        """The text of the open call, if it is one of a custom tool."""
+        return custom_input("".join(self.open.arguments)) if self.open is not None and self.open.arguments else ""
 
     def end(self, status: bytes) -> None:
         self.statuses[-1] = status
@@ -213,9 +241,10 @@ class WholeResponse:
                         output.add_scores(delta)
                 case CallStart():
                     self._end()
-                    output.begin(_CALL, event)
+                    output.begin_call(event)
                 case CallArguments():
-                    output.add(_encode(event.text)[1:-1])
+                    if not output.hold(event.text):
+                        output.add(_encode(event.text)[1:-1])
                 case CallEnd():
                     self._end(b"incomplete" if delta.finish == "length" else b"completed")
         output.add_late_scores(delta)
@@ -229,6 +258,7 @@ class WholeResponse:
 
     def _end(self, status: bytes = b"completed") -> None:
         if self._output.open is not None:
+            self._output.add(_encode(self._output.held())[1:-1])
             self._output.end(status)
 
 
@@ -262,13 +292,14 @@ class ResponseStream:
                     kind = _MESSAGE if isinstance(event, Text) else _REASONING
                     if output.open is None or output.open.kind is not kind:
                         chunks += self._end()
-                        chunks += self._begin(kind)
+                        chunks += self._begun(output.begin(kind))
                     chunks.append(self._text(event.text, output.add_scores(delta) if kind is _MESSAGE else b""))
                 case CallStart():
                     chunks += self._end()
-                    chunks += self._begin(_CALL, event)
+                    chunks += self._begun(output.begin_call(event))
                 case CallArguments():
-                    chunks.append(self._text(event.text))
+                    if not output.hold(event.text):
+                        chunks.append(self._text(event.text))
                 case CallEnd():
                     chunks += self._end(b"incomplete" if delta.finish == "length" else b"completed")
         output.add_late_scores(delta)
@@ -294,8 +325,8 @@ class ResponseStream:
             (self._delta_head, b"%d" % sequence, self._delta_place, encoded, self._delta_scores, scores, self._delta_tail)
         )
 
-    def _begin(self, kind: _Kind, call: CallStart | None = None) -> list[bytes]:
-        item = self._output.begin(kind, call)
+    def _begun(self, item: _Item) -> list[bytes]:
+        kind = item.kind
         announced = b"".join(item.body(b"in_progress", is_empty=True))
         chunks = [self._event(b"response.output_item.added", item.output_place, b',"item":', announced)]
         if kind.part:
@@ -310,10 +341,12 @@ class ResponseStream:
         item = self._output.open
         if item is None:
             return []
+        held = self._output.held()
+        chunks = [self._text(held)] if held else []
         self._output.end(status)
         kind = item.kind
         key = b',"%s":"' % kind.key
-        chunks = [self._event(kind.event + b".done", item.place, key, *item.text.buffers, b'"', *item.tail())]
+        chunks += [self._event(kind.event + b".done", item.place, key, *item.text.buffers, b'"', *item.tail())]
         if kind.part:
             chunks.append(self._event(b"response.content_part.done", item.place, b',"part":', *item.part()))
         chunks.append(self._event(b"response.output_item.done", item.output_place, b',"item":', *item.body(status)))

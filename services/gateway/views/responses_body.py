@@ -40,6 +40,8 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     call_id: Name | None = None
     name: str | None = None
     arguments: str | None = None
+    namespace: Name | None = None
+    input: str | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
 
@@ -116,7 +118,6 @@ _ITEM = Scope(
         "caller": ({"type": "direct"},),
         "encrypted_content": ("",),
         "id": (ANY,),
-        "namespace": (),
         "parsed_arguments": (ANY,),  # what openai's client made of `arguments`
         "phase": (ANY,),
         "status": (ANY,),
@@ -185,7 +186,7 @@ _ITEMS = Objects(
     _ITEM,
     limit=MAX_ITEMS,
     too_many=too_many_items,
-    texts=("content", "arguments", "output"),
+    texts=("content", "arguments", "input", "output"),
     lists={"content": _PARTS, "output": _PARTS, "summary": _PARTS},
 )
 _REQUEST = Objects(

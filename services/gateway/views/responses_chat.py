@@ -6,6 +6,7 @@ the model's: reasoning, then text, then calls are one message of a chat, as the 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from common.protocol.errors import InvalidParameter
@@ -25,13 +26,17 @@ from services.gateway.views.responses_body import (
     too_many_items,
     too_many_parts,
 )
+from services.gateway.views.responses_tools import Offered, custom_arguments
 
 _ITEMS_AT_A_TIME = 512  # less than three milliseconds
+_CALLS = ("function_call", "custom_tool_call")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_TOOL_PLACE = re.compile(r"tools\[(\d+)\]")
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-def chat_of(request: ResponsesRequest, notes: Notes) -> Steps[ChatRequest]:
-    """The chat that a request is.
+def chat_of(request: ResponsesRequest, offered: Offered, notes: Notes) -> Steps[ChatRequest]:
+    """The chat that a request is. `offered`: its tools.
 
     :raises InvalidParameter: for what can't be served, with a chat's names for arguments where it is a chat's mistake.
     """
@@ -41,44 +46,50 @@ def chat_of(request: ResponsesRequest, notes: Notes) -> Steps[ChatRequest]:
             notes.judge(INCLUDE, entry, b"true", place="include")
     if request.top_logprobs and not scores:
         raise InvalidParameter(f"top_logprobs needs include: [{LOGPROBS}]", param="top_logprobs")
-    messages = yield from _messages(request)
+    messages = yield from _messages(request, offered)
     chat = ChatRequest(
         **{name: getattr(request, name) for name in SharedArguments.__struct_fields__},
         messages=messages,
         max_completion_tokens=request.max_output_tokens,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         response_format=_response_format(request.text),
-        tools=[_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or [])] or None,
-        tool_choice=_chat_choice(request.tool_choice),
+        tools=offered.tools or None,
+        tool_choice=_chat_choice(request.tool_choice, offered),
         parallel_tool_calls=request.parallel_tool_calls,
         logprobs=scores,
         top_logprobs=request.top_logprobs if scores else None,
     )
-    yield from openai.check_chat(chat)
+    try:
+        yield from openai.check_chat(chat)
+    except InvalidParameter as error:
+        raise _placed(error, offered) from error
     return chat
 
 
 # ── tools and formats ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    """A tool as chats have it. Only functions have a name here; what is wrong with them is found there."""
-    kind = tool.get("type")
-    if kind != "function":
-        shown = "missing" if kind is None else f"{str(kind)[:64]!r}"
-        raise InvalidParameter(f"{place}: the type is {shown}, and only function is supported yet", param="tools")
-    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    return {"type": "function", "function": function}
+def _placed(error: InvalidParameter, offered: Offered) -> InvalidParameter:
+    """`error`, with the places that the body has for the chat's tools."""
+
+    def place(found: re.Match[str]) -> str:
+        index = int(found[1])
+        return offered.places[index] if index < len(offered.places) else found[0]
+
+    param = None if error.param is None else _TOOL_PLACE.sub(place, error.param)
+    return InvalidParameter(_TOOL_PLACE.sub(place, str(error)), param=param)
 
 
-def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+def _chat_choice(choice: str | dict[str, Any] | None, offered: Offered) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
     match choice:
-        case {"type": "function", "name": name}:
-            return {"type": "function", "function": {"name": name}}
+        case {"type": "function" | "custom", "name": str(name)}:
+            namespace = choice.get("namespace")
+            shown = offered.name_of(name, namespace if isinstance(namespace, str) else None)
+            return {"type": "function", "function": {"name": shown}}
         case {"type": "allowed_tools", "mode": mode, "tools": list(allowed)}:
-            named = [_chat_choice(tool) if isinstance(tool, dict) else tool for tool in allowed]
+            named = [_chat_choice(tool, offered) if isinstance(tool, dict) else tool for tool in allowed]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
         case _:
             return choice
@@ -117,7 +128,7 @@ class _Turn:
         )
 
 
-def _messages(request: ResponsesRequest) -> Steps[list[ChatMessage]]:
+def _messages(request: ResponsesRequest, offered: Offered) -> Steps[list[ChatMessage]]:
     """:raises InvalidParameter: for an item that can't be served."""
     messages = [ChatMessage("system", content=request.instructions)] if request.instructions else []
     if isinstance(request.input, str):
@@ -137,18 +148,19 @@ def _messages(request: ResponsesRequest) -> Steps[list[ChatMessage]]:
         if num_parts > openai.MAX_PARTS:
             raise too_many_parts()
         kind = item.type or "message"
-        is_ours = kind in ("reasoning", "function_call") or (kind == "message" and item.role == "assistant")
-        if turn is not None and (not is_ours or (turn.has_answer and kind != "function_call")):
+        is_call = kind in _CALLS
+        is_ours = is_call or kind == "reasoning" or (kind == "message" and item.role == "assistant")
+        if turn is not None and (not is_ours or (turn.has_answer and not is_call)):
             messages.append(turn.message())
             turn = None
         if is_ours:
             turn = turn or _Turn()
-            _add_to_turn(turn, item, kind, place)
-            if kind == "function_call" and item.call_id:
+            _add_to_turn(turn, item, kind, place, offered)
+            if is_call and item.call_id:
                 called.add(item.call_id)
         elif kind == "message":
             messages.append(_message(item, place))
-        elif kind == "function_call_output":
+        elif kind in _OUTPUTS:
             messages.append(_result(item, place, called))
         else:
             hint = f": {STATELESS}" if kind == "item_reference" else ""
@@ -170,11 +182,12 @@ def _message(item: InputItem, place: str) -> ChatMessage:
     return ChatMessage(item.role, content=[ContentPart("text", text) for text in texts])
 
 
-def _add_to_turn(turn: _Turn, item: InputItem, kind: str, place: str) -> None:
-    if kind == "function_call":
+def _add_to_turn(turn: _Turn, item: InputItem, kind: str, place: str, offered: Offered) -> None:
+    if kind in _CALLS:
         if not item.call_id:
             raise InvalidParameter("call_id is missing", param=f"{place}.call_id")
-        function = {"name": item.name, "arguments": item.arguments or "{}"}
+        arguments = item.arguments or "{}" if kind == "function_call" else custom_arguments(item.input or "")
+        function = {"name": offered.name_of(item.name, item.namespace), "arguments": arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         tools.check_calls([call], place)
         turn.calls.append(call)
@@ -191,7 +204,7 @@ def _add_to_turn(turn: _Turn, item: InputItem, kind: str, place: str) -> None:
 
 def _result(item: InputItem, place: str, called: set[str]) -> ChatMessage:
     if item.call_id not in called:
-        shown = "missing" if item.call_id is None else f"{item.call_id[:64]!r}, which no function_call before has"
+        shown = "missing" if item.call_id is None else f"{item.call_id[:64]!r}, which no call before has"
         raise InvalidParameter(f"the call_id of this output is {shown}", param=f"{place}.call_id")
     if item.output is None:
         raise InvalidParameter("output is missing", param=f"{place}.output")
