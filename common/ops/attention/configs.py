@@ -97,9 +97,9 @@ def widened(config: AttentionConfig, head_dim: int, group: int, dtype: torch.dty
 
 
 def _verifying(config: AttentionConfig, head_dim: int, dtype: torch.dtype, rows_per_sm: float) -> AttentionConfig:
-    """As measured on an H200 (docs/performance.md). Of many queries an SM gets no more programs than it holds at once, since
-    each result of a row that is cut is merged. Many rows of few queries each are faster with more programs, and less in flight
-    in each."""
+    """As measured on an H200 (docs/decisions/0120-a-warp-merges-a-result-row.md). Of many queries an SM gets no more programs
+    than it holds at once, since each result of a row that is cut is merged. Many rows of few queries each are faster with more
+    programs, and less in flight in each."""
     if rows_per_sm <= _FEW_ROWS_PER_SM and config.block_m == _LEAST_BLOCK_M:
         return config
     if rows_per_sm > _SOME_ROWS_PER_SM and config.block_m == _LEAST_BLOCK_M:

@@ -2,7 +2,7 @@
 
     response.created, response.in_progress
       response.output_item.added
-        response.content_part.added                                   not of a function_call
+        response.content_part.added                                   not of a call
           response.{output_text|reasoning_text|function_call_arguments|custom_tool_call_input}.delta …  and .done
         response.content_part.done
       response.output_item.done

@@ -35,18 +35,18 @@ class Callee(NamedTuple):
 
 class Offered(NamedTuple):
     """`tools`: a chat's; `places`: where the body has each of them. `callees`: by the chat's name, those whose calls are told
-    in another way than a function's."""
+    in another way than a function's. `in_namespaces`: the chat's name of each function of a namespace, by that and its own."""
 
     tools: list[dict[str, Any]]
     places: list[str]
     callees: dict[str, Callee]
+    in_namespaces: dict[tuple[str, str], str]
 
     def name_of(self, name: str | None, namespace: str | None) -> str | None:
         """The chat's name of a tool that the client calls so."""
         if name is None or namespace is None:
             return name
-        found = (shown for shown, callee in self.callees.items() if (callee.name, callee.namespace) == (name, namespace))
-        return next(found, None) or _joined(namespace, name)
+        return self.in_namespaces.get((namespace, name)) or _joined(namespace, name)
 
 
 def offered_tools(tools: Sequence[Mapping[str, Any]], notes: Notes) -> Offered:
@@ -54,7 +54,7 @@ def offered_tools(tools: Sequence[Mapping[str, Any]], notes: Notes) -> Offered:
 
     :raises InvalidParameter: for a tool that is none of these, or if two get the same name.
     """
-    offered = Offered([], [], {})
+    offered = Offered([], [], {}, {})
     for index, tool in enumerate(tools):
         place, kind = f"tools[{index}]", tool.get("type")
         if kind == "namespace":
@@ -78,9 +78,11 @@ def custom_arguments(text: str) -> str:
 def custom_input(arguments: str) -> str:
     """The text in the arguments of a function that stands for a custom tool; the arguments, where a model wrote others."""
     try:
-        return msgspec.json.decode(arguments, type=dict[str, str])[INPUT]
-    except (msgspec.MsgspecError, UnicodeEncodeError, KeyError):
+        written: Any = msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, UnicodeEncodeError):
         return arguments
+    text = written.get(INPUT) if isinstance(written, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def _add_namespace(offered: Offered, tool: Mapping[str, Any], place: str) -> None:
@@ -102,9 +104,9 @@ def _add(offered: Offered, tool: Mapping[str, Any], place: str, namespace: str |
     if kind == "custom":
         function |= _text_function(tool, place)
     if isinstance(name, str) and (namespace is not None or kind == "custom"):
-        shown_name = name if namespace is None else _joined(namespace, name)
-        offered.callees[shown_name] = Callee(name, namespace, kind == "custom")
-        function["name"] = shown_name
+        if namespace is not None:
+            function["name"] = offered.in_namespaces[namespace, name] = _joined(namespace, name)
+        offered.callees[function["name"]] = Callee(name, namespace, kind == "custom")
     offered.tools.append({"type": "function", "function": function})
     offered.places.append(place)
 
