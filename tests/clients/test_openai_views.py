@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import openai
@@ -69,6 +70,30 @@ def test_a_call_of_a_response_and_its_result(client: OpenAI) -> None:
     items = [{"role": "user", "content": "How is the weather in Paris?"}, *first.output, result]
     answer = client.responses.create(**asked, input=items, tool_choice="none")
     assert answer.output_text and all(item.type == "message" for item in answer.output)
+
+
+def test_calls_of_a_namespace_and_of_a_custom_tool(client: OpenAI) -> None:
+    digits = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{3}"}
+    tools = [
+        {"type": "namespace", "name": "forecasts", "description": "What is to come.", "tools": [TOOL]},
+        {"type": "web_search"},
+        {"type": "custom", "name": "dial", "description": "Dials a number.", "format": digits},
+    ]
+    asked = {"model": MODEL, "tools": tools, "parallel_tool_calls": False, "max_output_tokens": 100, "temperature": 0}
+    items = [{"role": "user", "content": "How is the weather in Paris?"}]
+    first = client.responses.create(
+        **asked, input=items, tool_choice={"type": "function", "name": "weather", "namespace": "forecasts"}
+    )
+    [call] = first.output
+    assert (call.type, call.name, call.to_dict()["namespace"]) == ("function_call", "weather", "forecasts")
+    assert json.loads(call.arguments)["town"] in ("Paris", "Rome")
+    items += [*first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    events = list(client.responses.create(**asked, input=items, tool_choice={"type": "custom", "name": "dial"}, stream=True))
+    [call] = events[-1].response.output
+    assert (call.type, call.name) == ("custom_tool_call", "dial") and re.fullmatch("[0-9]{3}", call.input)
+    assert [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"] == [call.input]
+    items += [call, {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "no answer"}]
+    assert client.responses.create(**asked, input=items, tool_choice="none").output_text
 
 
 def test_embeddings(client: OpenAI) -> None:

@@ -63,9 +63,10 @@ def test_the_context_is_one_for_gateway_and_engines(flags: tuple[str, ...], tmp_
         [model] = http.get(f"{api}/models").json()["data"]
         assert model["max_model_len"] == context
         body = {"model": model["id"], "prompt": [5] * (context - 10), "temperature": 0, "ignore_eos": True}
-        whole = http.post(f"{api}/completions", json=body | {"max_tokens": 10}).json()
-        assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (10, "length")
-        for too_much in ({"max_tokens": 11}, {"prompt": [5] * context, "max_tokens": 1}):
+        for max_tokens in (10, context):
+            whole = http.post(f"{api}/completions", json=body | {"max_tokens": max_tokens}).json()
+            assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (10, "length")
+        for too_much in ({"max_tokens": context + 1}, {"prompt": [5] * context, "max_tokens": 1}):
             refused = http.post(f"{api}/completions", json=body | too_much)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
     said = (tmp_path / "up.log").read_text()
