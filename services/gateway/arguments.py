@@ -10,7 +10,7 @@ The tables hold what OpenAI, vLLM, SGLang, llama.cpp, Ollama, OpenRouter and Lit
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -225,13 +225,13 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 class Notes:
-    """What one request sent in vain. `labels` are for the counter, `text` is for the client. `names`: what the request's API
-    calls arguments of a chat, where it has other names for them."""
+    """What one request sent in vain. `labels` are for the counter, `text` is for the client. `term`: what the request's API
+    calls an argument of a chat."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self.labels: list[str] = []
-        self.names: Mapping[str, str] = {}
+        self.term: Callable[[str], str] = str
         self._named: dict[str, str] = {}
 
     @property
@@ -282,7 +282,7 @@ class Notes:
 
         :raises InvalidParameter: if `strict` is set.
         """
-        name = self.names.get(name, name)
+        name = self.term(name)
         if self.strict:
             raise InvalidParameter(f"{name} has no effect here: {hint}", param=name)
         self._named[name] = f" ({hint})"

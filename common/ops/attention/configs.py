@@ -17,6 +17,7 @@ SHORT_QUERIES = 16
 """Rows of decode and verification have at most so many queries: one work list. With longer rows there are two."""
 _LEAST_BLOCK_M = 16
 _FEW_ROWS_PER_SM, _SOME_ROWS_PER_SM = 0.6, 3
+"""Rows · KV heads / multiprocessors, up to which rows count as few, and as some; beyond that they are many."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,9 +98,11 @@ def widened(config: AttentionConfig, head_dim: int, group: int, dtype: torch.dty
 
 
 def _verifying(config: AttentionConfig, head_dim: int, dtype: torch.dtype, rows_per_sm: float) -> AttentionConfig:
-    """As measured on an H200 (docs/decisions/0120-a-warp-merges-a-result-row.md). Of many queries an SM gets no more programs
-    than it holds at once, since each result of a row that is cut is merged. Many rows of few queries each are faster with more
-    programs, and less in flight in each."""
+    """Return `config` as verification is fastest, measured on an H200 (docs/decisions/0120-a-warp-merges-a-result-row.md).
+
+    Where there are many queries, an SM gets no more programs than it holds at once, since a row that is cut is merged query by
+    query. Many rows of few queries each are faster with more programs, each with fewer stages.
+    """
     if rows_per_sm <= _FEW_ROWS_PER_SM and config.block_m == _LEAST_BLOCK_M:
         return config
     if rows_per_sm > _SOME_ROWS_PER_SM and config.block_m == _LEAST_BLOCK_M:

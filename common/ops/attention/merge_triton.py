@@ -165,10 +165,10 @@ def merge_kernel(
                 )  # fmt: skip
 
 
-_ROWS_PARTS = 8
-"""Parts of a result row that a warp has at once, where there are many rows: what it holds is what others wait for."""
-_FEW_ROWS_PARTS = 32
-"""The same of few rows, whose keys are in many parts: they are read in few turns."""
+_PARTS = 8
+"""Parts of a result row that a warp loads at once: few, so that its registers leave room for other warps."""
+_MANY_PARTS = 32
+"""The same where one or two rows have all parts: there are few warps then, and fewer turns count."""
 
 
 def merge_splits(
@@ -186,7 +186,7 @@ def merge_splits(
     A warp has a row: with more of them, parts would be added up through shared memory.
     """
     slot_rows = work.partials.shape[2]
-    # of a row, where all are of one length
+    # parts of a row, if all rows are of one length
     expected = sms * work.config.programs // (plan.kv_heads * plan.batch.num_rows)
     most = sms * (16 if expected > 1 else 8)
     merge_kernel[(min(len(work.merges) * plan.kv_heads * slot_rows, most),)](
@@ -200,7 +200,7 @@ def merge_splits(
         GROUP=plan.num_heads // plan.kv_heads,
         HEAD_DIM=plan.head_dim,
         SLOT_ROWS=slot_rows,
-        PARTS=_FEW_ROWS_PARTS if expected > _ROWS_PARTS * 2 and plan.head_dim <= 128 else _ROWS_PARTS,
+        PARTS=_MANY_PARTS if expected > 2 * _PARTS and plan.head_dim <= 128 else _PARTS,  # a larger head's would spill
         IN_ORDER=in_order,
         SINKS=sinks is not None,
         PDL=pdl,

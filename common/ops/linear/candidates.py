@@ -255,7 +255,7 @@ def _few_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Ca
     found: list[Candidate] = []
     # 32 rows go through mma.sync: small tiles leave a short tail where K is not cut
     tiles = [(64, block_k, 2), (64, block_k, 3), (128, block_k, 2), (32, block_k, _all_at_once(shape, 32, num_sms, 4, 7))]
-    if rows > 4:  # one program with all stages there are: fewer splits, which others add up
+    if rows > 4:  # one program a multiprocessor, with as many stages as fit, needs fewer splits
         tiles.append((64, block_k, 1))
     if block_m == 64 and shape.scaling != "blocks":
         tiles.append((128, 2 * block_k, 1))

@@ -185,7 +185,7 @@ def _case(op: Op, role: Role, weights: list[LinearWeight], x: torch.Tensor, quan
         return linear_device.run(op, ready, weights[i % len(weights)], candidate)
 
     def extra_s(candidate: Candidate) -> float:
-        """What reading partial sums instead of results takes longer, or that nothing begins early beside the library's."""
+        """Seconds that a choice costs the kernels beside it: a reader of partial sums, or neighbours of the library's."""
         if candidate.kind == "library":
             return _ALONE_S if backend.pdl(x) else 0.0
         if op != "split" or candidate.splits == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -16,10 +17,9 @@ from services.gateway.views import messages_answer
 from services.gateway.views.messages_answer import MessageHead, MessageStream, WholeMessage
 from services.gateway.views.messages_body import read_messages
 from services.gateway.views.messages_chat import chat_of
-from services.gateway.views.terms import in_terms, terms
+from services.gateway.views.terms import in_terms, renamed, terms
 from services.gateway.views.view import Parsed
 
-_NAMES = {"reasoning_effort": "output_config.effort", "enable_thinking": "thinking"}
 _TERMS = terms(
     (r"\bresponse_format(\.json_schema)?\b", "output_config.format"),
     (r"\breasoning_effort\b", "output_config.effort"),
@@ -55,7 +55,7 @@ class MessagesView(msgspec.Struct, frozen=True):
     counts: bool = False
 
     def parse(self, body: bytes, *, max_prompt_tokens: int, notes: Notes) -> Steps[Parsed]:
-        notes.names = _NAMES
+        notes.term = partial(renamed, names=_TERMS)
         asked = yield from read_messages(body, notes)
         try:
             chat = yield from chat_of(asked, notes, counts=self.counts)

@@ -6,6 +6,7 @@ See docs/decisions/0032-views.md for what `store` means here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,11 +22,10 @@ from services.gateway.views.responses_answer import Envelope, ResponseStream, Sc
 from services.gateway.views.responses_body import ResponsesRequest, read_responses
 from services.gateway.views.responses_chat import chat_of
 from services.gateway.views.responses_tools import Callee, offered_tools
-from services.gateway.views.terms import in_terms, terms
+from services.gateway.views.terms import in_terms, renamed, terms
 from services.gateway.views.view import Parsed
 
 _FUNCTION = {"description": None, "parameters": None, "strict": False}
-_NAMES = {"reasoning_effort": "reasoning.effort"}
 _TERMS = terms(
     (r"\bmax_completion_tokens\b", "max_output_tokens"),
     (r"\bresponse_format(\.json_schema)?\b", "text.format"),
@@ -83,7 +83,7 @@ class ResponsesView(msgspec.Struct, frozen=True):
     keep_alive: bytes = bodies.KEEP_ALIVE
 
     def parse(self, body: bytes, *, max_prompt_tokens: int, notes: Notes) -> Steps[Parsed]:
-        notes.names = _NAMES
+        notes.term = partial(renamed, names=_TERMS)
         asked = yield from read_responses(body, notes)
         try:
             offered = offered_tools(asked.tools or [], notes)
