@@ -189,6 +189,8 @@ def merge_splits(
     # parts of a row, if all rows are of one length
     expected = sms * work.config.programs // (plan.kv_heads * plan.batch.num_rows)
     most = sms * (16 if expected > 1 else 8)
+    # of heads over 128, many parts take more registers than a thread has
+    at_once = _MANY_PARTS if expected > 2 * _PARTS and plan.head_dim <= 128 else _PARTS
     merge_kernel[(min(len(work.merges) * plan.kv_heads * slot_rows, most),)](
         output=output,
         partials=work.partials,
@@ -200,7 +202,7 @@ def merge_splits(
         GROUP=plan.num_heads // plan.kv_heads,
         HEAD_DIM=plan.head_dim,
         SLOT_ROWS=slot_rows,
-        PARTS=_MANY_PARTS if expected > 2 * _PARTS and plan.head_dim <= 128 else _PARTS,  # a larger head's would spill
+        PARTS=at_once,
         IN_ORDER=in_order,
         SINKS=sinks is not None,
         PDL=pdl,
