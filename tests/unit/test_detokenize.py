@@ -81,10 +81,10 @@ def test_a_token_costs_microseconds(tokenizer: Tokenizer) -> None:
     best = float("inf")
     for _ in range(3):
         detokenizer = Detokenizer(tokenizer)
-        began = time.perf_counter()
+        began = time.thread_time()
         for token in ids:
             detokenizer.push((token,))
-        best = min(best, (time.perf_counter() - began) / len(ids))
+        best = min(best, (time.thread_time() - began) / len(ids))
     assert best < 5e-6
 
 

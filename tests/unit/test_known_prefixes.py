@@ -160,9 +160,9 @@ def test_a_decision_among_a_quarter_of_a_million_blocks_takes_microseconds() -> 
     assert at.prefixes.index.num_blocks > 240_000
     times: list[float] = []
     for number in range(300):
-        began = time.perf_counter()
+        began = time.thread_time()
         place(at, job(at, [*SHARED, *tokens(50, 100 + number)]))
-        times.append(time.perf_counter() - began)
+        times.append(time.thread_time() - began)
     assert sorted(times)[150] < 500e-6  # 100 µs alone; this machine is shared
 
 
