@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.common.machine import ROOT
 from common.text.tokenizer import Tokenizer
 
-DOCUMENTS = ("README.md", "docs/architecture.md", "docs/performance.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md")
+DOCUMENTS = ("README.md", "docs/architecture.md", "docs/operations.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md")
 LICENCES = Path("/usr/share/common-licenses")
 MAX_CHARACTERS = 1_000_000
 

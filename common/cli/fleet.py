@@ -90,7 +90,7 @@ def placements(allowed: Sequence[Sequence[int]]) -> list[Placement]:
 
 
 def settled(config: UpConfig, num_gpus: int, cores: int) -> UpConfig:
-    """Return `config` with the default size of each pool: what is fastest on a machine of this size (docs/performance.md).
+    """Return `config` with the default size of each pool: what is fastest on a machine of this size (docs/performance/cpu.md).
 
     Two engines help where each has a GPU, or a full team of cores, of its own. Where they would share one, prompts and answers
     slow each other down, and a decode worker that computes both is faster at either.

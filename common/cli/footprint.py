@@ -22,7 +22,7 @@ from common.models.config import ModelConfig
 from common.models.weights.expected import decoder_shapes
 
 ACHIEVED = 0.88
-"""Share of a datasheet's bandwidth that a plain copy reaches: 4.24 of 4.8 TB/s on an H200 (docs/performance.md)."""
+"""Share of a datasheet's bandwidth that a plain copy reaches: 4.24 of 4.8 TB/s on an H200 (docs/performance/gpu.md)."""
 CONTEXT = 1024
 """Tokens that each sequence is assumed to have."""
 USABLE = 0.9

@@ -237,7 +237,7 @@ class StepResult(msgspec.Struct):
 
 PACKED_TOKENS = 2048
 """A step takes up no further prompt once prompts have so many tokens in it, which keep a GPU as busy as more would
-(docs/performance.md): longer steps would only make everyone wait. A longer prompt fills the step up to the token budget."""
+(docs/performance/gpu.md): longer steps would only make everyone wait. A longer prompt fills the step up to the token budget."""
 PART_TOKENS = 1024
 """Long prompts are parted at multiples of this: attention to what is before a part then takes few pieces, of sizes that are
 planned (`ops/attention/parts.py`). Behind an odd number of tokens it takes twice as many, each merged with the others."""

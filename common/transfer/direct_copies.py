@@ -47,7 +47,7 @@ class DirectCopies:
         places = pool.data_ptr() + blocks * pool.shape[1]
         if operation == "write":
             return self._in_parts(pool, blocks, (places, addresses), operation)
-        with self._reads_in_turn:  # side by side they are slower, all together (docs/performance.md)
+        with self._reads_in_turn:  # side by side they are slower, all together (docs/performance/kv.md)
             return self._in_parts(pool, blocks, (addresses, places), operation)
 
     def checksums(self, pool: torch.Tensor, blocks: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -28,7 +28,7 @@ DEPTH = 4
 ALIGNMENT_BYTES = 512
 PIECE_BYTES = 1 << 20
 """Of a slot. Each costs a call of the driver and a wait for its event: on an H100's machine blocks came in at 14 GB/s in pieces
-of 256 KiB, at 24 in pieces of 512 KiB, and at 26 of 2 MiB in an earlier state of the ring (docs/performance.md)."""
+of 256 KiB, at 24 in pieces of 512 KiB, and at 26 of 2 MiB in an earlier state of the ring (docs/performance/kv.md)."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ TILE_QUERIES = 128
 TILE_KEYS = 128
 HALF_QUERIES = 64
 STAGES = 2
-"""Key tiles and value tiles in shared memory; a third of each is no faster (docs/performance.md)."""
+"""Key tiles and value tiles in shared memory; a third of each is no faster (docs/performance/kernels.md)."""
 _LOG2_E = math.log2(math.e)
 
 
