@@ -1,6 +1,7 @@
 """What a setting does to answers, prompt by prompt: `python -m bench.cpu.chat -- "--draft=0" "--draft=1"`.
 
     python -m bench.cpu.chat --prompts copying -- "--lookup=off" "--lookup=on"      answers that repeat much of the prompt
+    python -m bench.cpu.chat --prompts FILE -- "--head=off" "--head=auto"                one's own, a line each
 
 Every arrangement runs at the same time, and they answer each prompt in turn, so that a change of the machine's speed meets all.
 Ratios are to the first one's tokens per second (of the tokens after the first), the median of a prompt's turns. A turn in which
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 
 import anyio
@@ -71,6 +73,17 @@ async def rates(urls: list[str], prompt: str, tokens: int, salt: str, temperatur
     return found
 
 
+def prompts_of(name: str) -> tuple[str, ...]:
+    """The set of that name, or the lines of that file that are not blank, each once. Ends the program where there are none."""
+    if name in SETS:
+        return SETS[name]
+    try:
+        found = tuple(dict.fromkeys(filter(None, map(str.strip, Path(name).read_text().splitlines()))))
+    except OSError as error:
+        raise SystemExit(f"--prompts: {error}, and it is none of {', '.join(SETS)}") from error
+    return found or sys.exit(f"--prompts: {name} has no line")
+
+
 def title(prompt: str) -> str:
     """Return its first line."""
     return prompt.partition("\n")[0]
@@ -85,9 +98,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--max-others", type=float, default=0.1)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--prompts", choices=SETS, default="free")
+    parser.add_argument("--prompts", default="free", metavar="|".join([*SETS, "FILE"]))
     options = parser.parse_args()
-    prompts = SETS[options.prompts]
+    prompts = prompts_of(options.prompts)
     ratios: dict[str, list[list[float]]] = {prompt: [] for prompt in prompts}
     with ExitStack() as running:
         urls = [running.enter_context(penstock_up(flags.split())) for flags in options.arrangements]
