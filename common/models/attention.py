@@ -83,7 +83,7 @@ def _rotated(x: torch.Tensor, rope: RopeSpec | None, rotations: Rotations) -> to
 
 def _temperatures(temperature: QueryTemperature, positions: torch.Tensor) -> torch.Tensor:
     """float32 [tokens, 1, 1]."""
-    steps = torch.floor((positions.float() + 1.0) / temperature.floor)
+    steps = torch.floor((positions.float() + temperature.shift) / temperature.floor)
     return (torch.log1p(steps) * temperature.scale + 1.0)[:, None, None]
 
 

@@ -201,6 +201,8 @@ class Decoder:
         if not len(states):
             return torch.empty(0, self.config.vocab_size, device=self.device)
         logits = linear(states, self.head, wide=True)
+        if self.config.logit_scale != 1.0:
+            logits.mul_(self.config.logit_scale)
         if cap := self.config.logit_soft_cap:
             logits = logits.div_(cap).tanh_().mul_(cap)
         if self.target_ids is not None:
@@ -213,7 +215,9 @@ class Decoder:
         the model's dtype."""
         hidden = embed(inputs.tokens, self.embedding, inputs.feed)
         if self.config.embedding_scale != 1.0:
-            hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))  # rounded to the dtype, as in training
+            # rounded to the dtype, as in training, unless the family has it otherwise
+            scale = torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
+            hidden.mul_(self.config.embedding_scale if self.config.exact_embedding_scale else scale)
         border = Border(hidden)
         last, noted = len(self.layers) - 1, inputs.noted or {}
         for index, layer in enumerate(self.layers):

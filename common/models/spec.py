@@ -68,10 +68,11 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueryTemperature(msgspec.Struct, frozen=True, kw_only=True):
-    """Queries at position p are multiplied by 1 + scale · ln(1 + ⌊(p + 1) / floor⌋) (arXiv 2501.19399)."""
+    """Queries at position p are multiplied by 1 + scale · ln(1 + ⌊(p + shift) / floor⌋) (arXiv 2501.19399)."""
 
     scale: float
     floor: float
+    shift: int
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +213,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     architecture: the family (`families.registry`).
     max_context: tokens.
-    embedding_scale: factor of the embedded tokens.
+    embedding_scale: factor of the embedded tokens. exact_embedding_scale: it is not rounded to the model's dtype first.
+    logit_scale: factor of the logits.
     logit_soft_cap: logits become cap · tanh(logit / cap); 0 for no cap.
     zero_centred_norms: the files hold norm weights w that mean 1 + w.
     eos_ids: all ids that end a text.
@@ -231,6 +233,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rms_eps: float = 1e-6
     tie_embeddings: bool = False
     embedding_scale: float = 1.0
+    exact_embedding_scale: bool = False
+    logit_scale: float = 1.0
     logit_soft_cap: float = 0.0
     zero_centred_norms: bool = False
     names: WeightNames = WeightNames()

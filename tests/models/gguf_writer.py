@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
@@ -29,6 +30,8 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "smollm3": "smollm3",
     "glm4": "glm4",
+    "granite": "granite",
+    "olmoe": "olmoe",
     "gpt_oss": "gpt-oss",
 }
 _SANDWICH = {
@@ -64,6 +67,8 @@ _OUTSIDE = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+_PAIRED = ("llama", "smollm3", "granite")
+"""Architectures whose Q and K rows are in llama.cpp's order."""
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 _ROLES = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
@@ -141,6 +146,9 @@ def _metadata(config: Any, architecture: str) -> dict[str, Any]:
             found |= {"attn_logit_softcapping": config.attn_logit_softcapping}
             found |= {"final_logit_softcapping": config.final_logit_softcapping}
             del found["rope.freq_base"]
+        case "granite":
+            found |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
+            found |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
         case "qwen3moe":
             found["expert_feed_forward_length"] = config.moe_intermediate_size
         case "gpt-oss":
@@ -174,9 +182,9 @@ def _tensors(config: Any, architecture: str, tensors: dict[str, np.ndarray]) -> 
         if ".mlp.experts." in name:
             found |= _gpt_oss(name, values)
             continue
-        if architecture in ("llama", "smollm3") and ".q_proj." in name:
+        if architecture in _PAIRED and ".q_proj." in name:
             values = _paired(values, config.num_attention_heads)
-        if architecture in ("llama", "smollm3") and ".k_proj." in name:
+        if architecture in _PAIRED and ".k_proj." in name:
             values = _paired(values, config.num_key_value_heads)
         found[_name(name, architecture)] = values
     found |= {name: np.stack([each[expert] for expert in range(len(each))]) for name, each in stacks.items()}

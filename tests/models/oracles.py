@@ -8,18 +8,34 @@ from typing import Any
 
 import torch
 from transformers import (
+    CwmConfig,
+    CwmForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -28,6 +44,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -36,6 +54,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -132,6 +152,56 @@ _olmo3 = _of(
 _glm4 = _of(Glm4Config, Glm4ForCausalLM, head_dim=32, pad_token_id=0)
 _smollm3 = _of(SmolLM3Config, SmolLM3ForCausalLM, num_hidden_layers=4, pad_token_id=0)
 
+_gemma = _of(GemmaConfig, GemmaForCausalLM, head_dim=32)
+_ministral = _of(
+    MinistralConfig,
+    MinistralForCausalLM,
+    head_dim=16,
+    num_hidden_layers=3,
+    sliding_window=24,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)
+_ministral3 = _of(
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    head_dim=32,
+    rope_parameters={
+        **_YARN,
+        "factor": 32.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+)
+_granite = _of(
+    GraniteConfig,
+    GraniteForCausalLM,
+    attention_bias=True,
+    embedding_multiplier=6.0,
+    residual_multiplier=0.3,
+    attention_multiplier=0.2,
+    logits_scaling=3.0,
+)
+_granite4 = _of(
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    layer_types=["full_attention"] * 2,
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    shared_intermediate_size=96,
+    position_embedding_type="rope",
+    mamba_n_heads=8,
+    embedding_multiplier=6.0,
+    residual_multiplier=0.3,
+    attention_multiplier=0.2,
+    logits_scaling=3.0,
+)
+_seed_oss = _of(SeedOssConfig, SeedOssForCausalLM, head_dim=32)
+_ernie4_5 = _of(Ernie4_5Config, Ernie4_5ForCausalLM, head_dim=32)
+_exaone4 = _of(Exaone4Config, Exaone4ForCausalLM, num_hidden_layers=4, sliding_window=24, sliding_window_pattern=2)
+_cwm = _of(CwmConfig, CwmForCausalLM, head_dim=16, num_hidden_layers=4, sliding_window=24, bos_token_id=0)
+_olmoe = _of(OlmoeConfig, OlmoeForCausalLM, intermediate_size=32, num_experts=8, num_experts_per_tok=2, pad_token_id=0)
 _mixtral = _of(MixtralConfig, MixtralForCausalLM, num_local_experts=4, num_experts_per_tok=2, sliding_window=24)
 _qwen3_moe = _of(
     Qwen3MoeConfig,
@@ -198,6 +268,18 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "glm4": _glm4,
     "smollm3": _smollm3,
     "smollm3-windows-without-positions": lambda: _smollm3(use_sliding_window=True, sliding_window=24, no_rope_layer_interval=2),
+    "gemma": _gemma,
+    "ministral": _ministral,
+    "ministral3": _ministral3,
+    "granite": _granite,
+    "granite4": _granite4,
+    "granite4-without-positions": lambda: _granite4(position_embedding_type=None),
+    "seed-oss": _seed_oss,
+    "ernie4.5": _ernie4_5,
+    "exaone4": _exaone4,
+    "exaone4-without-windows": lambda: _exaone4(sliding_window=None, layer_types=["full_attention"] * 4),
+    "cwm": _cwm,
+    "olmoe": _olmoe,
     "mixtral": _mixtral,
     "qwen3-moe": _qwen3_moe,
     "qwen3-moe-weights-as-they-are": lambda: _qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[]),

@@ -39,8 +39,12 @@ _GGUF: dict[str, Any] = {
 }
 
 
+_OWN: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0}}
+"""What a family's smallest file must have."""
+
+
 def tiny(family: str, **changes: Any) -> ModelSpec:
-    return config_from_json({"model_type": family, **_SIZES, **changes})
+    return config_from_json({"model_type": family, **_SIZES, **_OWN.get(family, {}), **changes})
 
 
 def gguf(architecture: str, **changes: Any) -> ModelSpec:
@@ -72,10 +76,10 @@ def test_a_key_that_nobody_reads_is_an_error_that_names_it(family: str) -> None:
 
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_a_key_of_gguf_metadata_that_nobody_reads_is_an_error(family: str) -> None:
-    experts = {"expert_count": 4, "expert_used_count": 2} if family in ("qwen3moe", "gpt-oss") else {}
+    experts = {"expert_count": 4, "expert_used_count": 2} if family in ("qwen3moe", "gpt-oss", "olmoe") else {}
     gguf(family, **experts)
-    with pytest.raises(ConfigError, match="logit_scale"):
-        gguf(family, logit_scale=0.5, **experts)
+    with pytest.raises(ConfigError, match="clamp_kqv"):
+        gguf(family, **{"attention.clamp_kqv": 8.0}, **experts)
 
 
 def test_transforms_of_compressed_tensors_are_refused() -> None:
@@ -130,6 +134,78 @@ def test_gemma_3_of_transformers_4_has_a_theta_for_local_layers() -> None:
     spec = tiny("gemma3_text", rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=2, sliding_window=24)
     ropes = [mixer.rope for mixer in mixers(spec)]
     assert [rope.theta for rope in ropes if rope is not None] == [1e4, 1e6] * 2
+
+
+def test_granite_adds_what_blocks_compute_to_a_smaller_stream() -> None:
+    factors = {"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "attention_multiplier": 0.0078125}
+    spec = tiny("granite", rms_norm_eps=1e-5, logits_scaling=16.0, **factors)
+    assert (spec.embedding_scale, spec.logit_scale, spec.layers[0].mixer.scale) == (48.0, 1 / 16, 0.0078125)
+    assert spec.rms_eps == pytest.approx(1.6e-4)
+    assert set(int8_lacks(spec)) == {
+        "scaled embeddings",
+        "scaled logits",
+        "attention scores of another scale than 1/√head_dim",
+    }
+    for name in factors:
+        with pytest.raises(ConfigError, match=f"{name} in config.json must be more than 0"):
+            tiny("granite", **{name: 0.0})
+
+
+def test_granite_4_is_served_where_it_has_attention_alone() -> None:
+    dense: dict[str, Any] = {"num_experts_per_tok": 0}
+    dense |= {"mamba_d_conv": 4, "mamba_conv_bias": True, "init_method": "mup", "normalization_function": "rmsnorm"}
+    dense |= {"position_embedding_type": "rope", "shared_intermediate_size": 96}
+    spec = tiny("granitemoehybrid", **dense)
+    assert (spec.layers[0].mlp.intermediate_size, spec.rope.theta) == (96, 1e4)
+    assert tiny("granitemoehybrid", **{**dense, "position_embedding_type": "nope"}).layers[0].mixer.rope is None
+    for changed, message in (
+        ({"layer_types": ["attention", "mamba", "mamba", "attention"]}, "layer type 'mamba' is not supported"),
+        ({"layer_types": None}, "layer type 'mamba' is not supported"),
+        ({"num_local_experts": 8}, "num_local_experts.* is not supported for Granite 4"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tiny("granitemoehybrid", **{**dense, **changed})
+
+
+def test_ministral_3_says_how_its_queries_grow() -> None:
+    temperature = mixers(tiny("ministral3"))[0].temperature
+    assert temperature is not None
+    assert (temperature.scale, temperature.floor, temperature.shift) == (0.1, 16_384, 0)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert mixers(tiny("ministral3", rope_parameters={**yarn, "llama_4_scaling_beta": 0.0}))[0].temperature is None
+    with pytest.raises(ConfigError, match="must have llama_4_scaling_beta"):
+        tiny("ministral3", rope_parameters=yarn)
+    with pytest.raises(ConfigError, match="llama_4_scaling_beta"):
+        tiny("mistral", rope_parameters={**yarn, "llama_4_scaling_beta": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, [1, 1, 1, 0]),
+        ({"sliding_window_pattern": "LG"}, [1, 0, 1, 0]),
+        ({"sliding_window_pattern": "LLL"}, [1, 1, 1, 0]),
+        ({"sliding_window_pattern": 2}, [1, 0, 1, 0]),
+        ({"layer_types": ["full_attention", *["sliding_attention"] * 3]}, [0, 1, 1, 1]),
+        ({"sliding_window": None}, [0, 0, 0, 0]),
+    ],
+)
+def test_exaone_4_has_positions_where_there_are_windows(fields: dict[str, Any], windows: list[int]) -> None:
+    found = mixers(tiny("exaone4", **{"sliding_window": 24, **fields}))
+    assert [int(mixer.window > 0) for mixer in found] == windows
+    assert [mixer.rope is not None for mixer in found] == [bool(one) or not any(windows) for one in windows]
+
+
+def test_exaone_4_of_another_pattern_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sliding_window_pattern"):
+        tiny("exaone4", sliding_window_pattern="LXG")
+
+
+def test_the_first_gemma_calls_its_activation_gelu() -> None:
+    assert tiny("gemma", hidden_act="gelu") == tiny("gemma", hidden_activation="gelu_pytorch_tanh")
+    with pytest.raises(ConfigError, match="hidden_activation 'relu'"):
+        tiny("gemma", hidden_activation="relu")
 
 
 def test_longrope_is_chosen_by_the_context_that_is_served() -> None:

@@ -28,6 +28,9 @@ _PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral": ("mistral", {}, {}),
     "qwen2": ("qwen2", {}, {}),
+    "gemma": ("gemma", {}, {}),
+    "granite": ("granite", {"attention_bias": False}, {}),
+    "olmoe": ("olmoe", {}, {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}, {}),
     "gemma3": (
         "gemma3",

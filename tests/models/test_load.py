@@ -80,7 +80,7 @@ def test_what_the_decoder_has_not_is_named(changes: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "gemma"}, "'gemma' is not supported"),
+        ({"general.architecture": "starcoder"}, "'starcoder' is not supported"),
         ({"llama.block_count": None}, "no block_count"),
         ({"llama.expert_count": 8}, "expert_used_count"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),

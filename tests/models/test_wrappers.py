@@ -18,7 +18,7 @@ from common.protocol.errors import ConfigError
 from tests.models.driver import Request, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 
-WRAPPED = {"gemma3": "gemma3", "mistral": "mistral3", "llama4": "llama4"}
+WRAPPED = {"gemma3": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "llama4": "llama4"}
 NAMES = {
     "published": ("language_model.model.", "language_model.lm_head.", "vision_tower."),
     "later": ("model.language_model.", "lm_head.", "model.vision_tower."),
@@ -55,6 +55,30 @@ def test_the_text_part_is_served(tmp_path: Path, oracle: str, names: str) -> Non
     output = run(runner, [Request(prompt, 6)])[0]
     assert output == greedy_choices(model, prompt, output)
     assert take_inventory(files, load_config(files)) == before
+
+
+def test_ministral_3_as_it_is_published(tmp_path: Path) -> None:
+    """In FP8 with a scale for each linear, static scales of activations beside it, and everything about images left alone."""
+    model = build("ministral3")
+    files = save(model, tmp_path)
+    wrap(files, "mistral3", "published")
+    path, config = files.path / "model.safetensors", files.path / "config.json"
+    tensors = load_file(path)
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        weight = tensors[name]
+        scale = weight.abs().max() / 448
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[name.replace("weight", "weight_scale_inv")] = scale
+        tensors[name.replace("weight", "activation_scale")] = torch.tensor(0.5)
+        own = name.removeprefix("language_model.").removesuffix(".weight")
+        model.get_submodule(own).weight.data = tensors[name].float() * scale
+    save_file(tensors, path)
+    quantization = {"quant_method": "fp8", "activation_scheme": "static", "dequantize": False, "weight_block_size": None}
+    quantization["modules_to_not_convert"] = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | {"quantization_config": quantization, "dtype": "bfloat16"}))
+    prompt = oracle_prompt()[:30]
+    output = run(open_runner(files), [Request(prompt, 6)])[0]
+    assert output == greedy_choices(model, prompt, output)
 
 
 def test_gemma_3_as_transformers_saves_it(tmp_path: Path) -> None:
@@ -157,7 +181,7 @@ def test_what_a_configuration_leaves_alone_may_be_named_as_in_the_wrapper() -> N
     [
         ({"model_type": "qwen2_5_vl"}, "model_type 'qwen2_5_vl' is not supported; .* text part of gemma3, llama4, mistral3"),
         ({"model_type": "gemma3"}, "a gemma3 model has no text_config"),
-        ({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, "'ministral3'; only mistral is supported"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "llama"}}, "'llama'; supported: mistral, ministral3"),
         ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, "config.json has no intermediate_size"),
         (
             {"model_type": "gemma3", "odd": 1, "text_config": {"hidden_size": 64, "intermediate_size": 9}},

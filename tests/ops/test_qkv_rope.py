@@ -184,11 +184,12 @@ def test_interleaved_pairs_leave_as_halves(shape: Shape, mixed: bool) -> None:
     compare(call)
 
 
+@pytest.mark.parametrize("shift", [0.0, 1.0])
 @pytest.mark.parametrize("normed", [False, True])
-def test_a_layer_without_positions_scales_queries_by_their_position(normed: bool) -> None:
+def test_queries_are_scaled_by_their_position(normed: bool, shift: float) -> None:
     shape = Shape(4, 2, 64)
     positions = torch.tensor([0, 24, 199])
-    tempered = {"temperature": Temperature(0.1, 25.0), "positions": positions}
+    tempered = {"temperature": Temperature(0.1, 25.0, shift), "positions": positions}
     compare(make_call(shape, 3, rope=None, rotated=0, without_weights=normed, **tempered))
     compare(make_call(shape, 3, without_weights=normed, **tempered))
 

@@ -16,6 +16,7 @@ Feature = Literal[
     "soft caps on attention scores",
     "a soft cap on logits",
     "scaled embeddings",
+    "scaled logits",
     "attention scores of another scale than 1/√head_dim",
     "layers without positions",
     "rotation of a part of each head",
@@ -44,6 +45,7 @@ def features(model: ModelSpec) -> list[Feature]:
     found: dict[Feature, bool] = {
         "a soft cap on logits": model.logit_soft_cap > 0,
         "scaled embeddings": model.embedding_scale != 1.0,
+        "scaled logits": model.logit_scale != 1.0,
         "rotary positions that differ between layers": len(model.ropes) > 1,
         "a head of a part of the vocabulary": model.draft_vocab_size > 0,
     }

@@ -102,5 +102,5 @@ def _head_form(spec: AttentionSpec, eps: float, q_norm: torch.Tensor | None, k_n
         without_weights=spec.qk_norm == "l2",
         rotated=0 if spec.rope is None else spec.rope.dims or None,
         interleaved=spec.rope is not None and spec.rope.interleaved,
-        temperature=None if temperature is None else Temperature(temperature.scale, temperature.floor),
+        temperature=None if temperature is None else Temperature(temperature.scale, temperature.floor, temperature.shift),
     )

@@ -31,11 +31,13 @@ def read_rope(
     head_dim: int = 0,
     share: float = 1.0,
     default: Mapping[str, Any] = MappingProxyType({}),
+    own: Collection[str] = (),
 ) -> RopeSpec:
     """Return the rotary positions: transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`.
 
     layer_type: key of the layers' own parameters within `rope_parameters`. head_dim: given where a part of the head may be
     rotated; share: how much of it, where the files say nothing. default: the family's parameters, where the files have none.
+    own: parameters that the family reads itself.
 
     :raises ConfigError: for a type that is not among `kinds`, a parameter that nobody reads, or a part without a dimension.
     """
@@ -81,7 +83,7 @@ def read_rope(
         long_factors=get.numbers("long_factor"),
     )
     # transformers, whose results are the reference, ignores YaRN's attn_factor (it reads attention_factor); vLLM applies it
-    get.check_read(("attn_factor",) if kind == "yarn" else (), {"attn_factor": 1.0})
+    get.check_read((*own, "attn_factor") if kind == "yarn" else own, {"attn_factor": 1.0})
     check_yarn(rope, fields.where)
     return rope
 

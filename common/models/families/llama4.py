@@ -63,7 +63,7 @@ def _mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
         if not isinstance(kind, str) or kind not in chunks:
             raise ConfigError(f"layer type {kind!r} is not supported; {' and '.join(chunks)} are")
     normed = fields.flag("use_qk_norm", True)
-    temperature = QueryTemperature(scale=fields.number("attn_scale", 0.1), floor=fields.positive("floor_scale", 8192))
+    temperature = QueryTemperature(scale=fields.number("attn_scale", 0.1), floor=fields.positive("floor_scale", 8192), shift=1)
     tuned = fields.flag("attn_temperature_tuning", True)
     return [
         read_attention(

@@ -1,10 +1,10 @@
-"""Mistral: Llama with a sliding window in every layer."""
+"""Mistral, and the Ministral of 2024: Llama with a sliding window in every layer, or in those that the file lists."""
 
 from __future__ import annotations
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp, read_windows
 from common.models.fields import Fields
-from common.models.spec import LayerSpec, ModelSpec
+from common.models.spec import LayerSpec, ModelSpec, QueryTemperature, RopeSpec
 
 _WINDOW = 4096
 """Where the file has no such key; null is no window."""
@@ -12,10 +12,22 @@ _WINDOW = 4096
 
 def from_json(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
-    has_none = "sliding_window" in fields.data and fields.get("sliding_window") is None
-    window = 0 if has_none else fields.size("sliding_window", _WINDOW)
+    return mistral_model(fields, "mistral", read_rope(fields), window=_WINDOW)
+
+
+def ministral(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    return mistral_model(fields, "ministral", read_rope(fields), window=_WINDOW)
+
+
+def mistral_model(
+    fields: Fields, architecture: str, rope: RopeSpec, *, window: int, temperature: QueryTemperature | None = None
+) -> ModelSpec:
+    """window: where the file has no such key; 0 for none."""
+    found = fields.get("sliding_window") if "sliding_window" in fields.data else window
+    window = fields.size("sliding_window", window) if found else 0
     kind = "sliding_attention" if window else "full_attention"
-    rope, mlp = read_rope(fields), read_silu_mlp(fields)
+    mlp = read_silu_mlp(fields)
     windows = read_windows(fields, [kind] * fields.size("num_hidden_layers"), window=window)
-    layers = [LayerSpec(mixer=read_attention(fields, rope, window=one), mlp=mlp) for one in windows]
-    return read_model(fields, "mistral", layers)
+    mixers = [read_attention(fields, rope, window=one, temperature=temperature) for one in windows]
+    return read_model(fields, architecture, [LayerSpec(mixer=mixer, mlp=mlp) for mixer in mixers])

@@ -21,12 +21,13 @@ _GEMMA3: dict[str, Any] = {
 }
 """What published files leave out, since it is transformers' default."""
 
-WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("gemma3_text", _GEMMA3),
-    "llama4": ("llama4_text", {}),
-    "mistral3": ("mistral", {}),
+WRAPPERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "gemma3": (("gemma3_text",), _GEMMA3),
+    "llama4": (("llama4_text",), {}),
+    "mistral3": (("mistral", "ministral3"), {}),
 }
-"""`model_type` of config.json: that of its `text_config`, and fields that this may lack."""
+"""`model_type` of config.json: those that its `text_config` may have, the first where it says none, and fields that this may
+lack."""
 
 _PREFIXES = (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model."))
 _OTHERS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
@@ -60,12 +61,13 @@ def unwrapped(data: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in WRAPPERS:
         return data
-    family, defaults = WRAPPERS[kind]
+    families, defaults = WRAPPERS[kind]
     text = data.get("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError(f"config.json of a {kind} model has no text_config")
-    if text.get("model_type", family) != family:
-        raise ConfigError(f"the text part of a {kind} model is {text['model_type']!r}; only {family} is supported")
+    family = text.get("model_type", families[0])
+    if family not in families:
+        raise ConfigError(f"the text part of a {kind} model is {family!r}; supported: {', '.join(families)}")
     shared = {name: data[name] for name in _SHARED if data.get(name) is not None}
     # what neither is about images nor in the text part might change the computation: the family's reader judges it
     others = {name: value for name, value in data.items() if name not in _IMAGES and name not in (*_SHARED, "text_config")}

@@ -65,9 +65,9 @@ def choose_config(
 
 
 def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind, *, rows_per_sm: float = 0.0) -> AttentionConfig:
-    """As sweeps on an H200 found best, or within some hundredths of it (docs/performance/kernels.md): the more rows there are, the
-    smaller the tile of K and V, 16 KB to 4, and the more programs. Splits of few rows may be one tile: each goes through seven
-    barriers, and few short rows leave multiprocessors idle that can take one."""
+    """As sweeps on an H200 found best, or within some hundredths of it (docs/performance/kernels.md): the more rows there are,
+    the smaller the tile of K and V, 16 KB to 4, and the more programs. Splits of few rows may be one tile: each goes through
+    seven barriers, and few short rows leave multiprocessors idle that can take one."""
     row_bytes = _power_of_2(head_dim) * dtype.itemsize
     block_m = max(_LEAST_BLOCK_M, _power_of_2(group))
     if dtype == torch.float32:  # no tensor cores

@@ -3,8 +3,9 @@
     keys      0 ────────────── pieces of 1024 · 2^n ───────────────┊─ rest ─┊─ the prompt's own ─
     queries   all of them see each piece whole: no mask             a causal square with the rest
 
-cuDNN multiplies half as fast again as the kernel that reads pages (docs/performance/kernels.md), but plans every shape that is new to
-it: pieces come in few sizes. What is before the prompt's own tokens is copied out of the pool, which takes little beside that.
+cuDNN multiplies half as fast again as the kernel that reads pages (docs/performance/kernels.md), but plans every shape that
+is new to it: pieces come in few sizes. What is before the prompt's own tokens is copied out of the pool, which takes little
+beside that.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ import torch
 
 
 class Temperature(NamedTuple):
-    """A query at position p is multiplied by 1 + scale · ln(1 + ⌊(p + 1) / floor⌋) (arXiv 2501.19399)."""
+    """A query at position p is multiplied by 1 + scale · ln(1 + ⌊(p + shift) / floor⌋) (arXiv 2501.19399)."""
 
     scale: float
     floor: float
+    shift: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def qkv_rope_reference(
     if form.without_weights:
         query, key = (rms_norm_reference(x, torch.ones(head_dim), form.eps) for x in (query, key))
     if form.temperature is not None:
-        steps = torch.floor((positions.float() + 1) / form.temperature.floor)
+        steps = torch.floor((positions.float() + form.temperature.shift) / form.temperature.floor)
         query = query * (1 + form.temperature.scale * torch.log1p(steps))[:, None, None]
     if target.k_center is not None:
         key = key - target.k_center[layer]

@@ -119,6 +119,7 @@ def qkv_rope_kernel(
     layer,
     temperature_scale,
     temperature_floor,
+    temperature_shift,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -196,7 +197,7 @@ def qkv_rope_kernel(
         if ROTATED > 0:
             first, second = first * cos - second * sin, second * cos + first * sin
         if TEMPERED:
-            steps = tl.floor((position.to(tl.float32) + 1.0) / temperature_floor)
+            steps = tl.floor((position.to(tl.float32) + temperature_shift) / temperature_floor)
             factor = tl.where(is_query, 1.0 + temperature_scale * tl.log(1.0 + steps), 1.0)
             first *= factor
             second *= factor
@@ -279,6 +280,7 @@ def qkv_rope_triton(
         layer=layer,
         temperature_scale=0.0 if temperature is None else temperature.scale,
         temperature_floor=1.0 if temperature is None else temperature.floor,
+        temperature_shift=0.0 if temperature is None else float(temperature.shift),
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,

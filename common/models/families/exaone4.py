@@ -1,0 +1,43 @@
+"""EXAONE 4: norms behind each block, and over each head; where some layers have a window, the others have no positions."""
+
+from __future__ import annotations
+
+from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp, read_windows
+from common.models.families.olmo2 import NAMES
+from common.models.fields import Fields
+from common.models.spec import LayerSpec, ModelSpec
+
+_WINDOW, _PERIOD = 4096, 4
+
+
+def from_json(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    has_none = "sliding_window" in fields.data and fields.get("sliding_window") is None
+    window = 0 if has_none else fields.size("sliding_window", _WINDOW)
+    rope, mlp = read_rope(fields), read_silu_mlp(fields)
+    layers = [
+        LayerSpec(
+            mixer=read_attention(fields, rope if one or not window else None, window=one, qk_norm="head"),
+            mlp=mlp,
+            norms="post",
+        )
+        for one in read_windows(fields, _kinds(fields, window), window=window)
+    ]
+    return read_model(fields, "exaone4", layers, names=NAMES, rms_eps=1e-5)
+
+
+def _kinds(fields: Fields, window: int) -> list[str]:
+    """Return each layer's type where the file lists none, from a period, or from a text of L and G that is repeated.
+
+    :raises ConfigError: if it is neither.
+    """
+    layers, pattern = fields.size("num_hidden_layers"), fields.get("sliding_window_pattern", _PERIOD)
+    if not window:
+        return ["full_attention"] * layers
+    if isinstance(pattern, str) and pattern and set(pattern) <= set("LG"):
+        local = [pattern[layer % len(pattern)] == "L" for layer in range(layers)]
+        local[-1] = False
+    else:
+        period = fields.size("sliding_window_pattern", _PERIOD)
+        local = [bool((layer + 1) % period) for layer in range(layers)]
+    return ["sliding_attention" if one else "full_attention" for one in local]
