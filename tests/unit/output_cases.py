@@ -143,6 +143,24 @@ CASES: list[tuple[str, str, str | None, list[Call]]] = [
     ("mistral", '[TOOL_CALLS]weather{"days": 1', "", [("weather", '{"days": 1')]),
     ("mistral", "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
     (
+        "granite",
+        "Well. <|tool_call|> [" + NAMED + ', {"name": "now", "arguments": {}}]',
+        "Well.",
+        [("weather", JSON_ARGUMENTS), ("now", "{}")],
+    ),
+    ("granite", '<|tool_call|>[{"name": "weather", "arguments": {"days": 1', "", [("weather", '{"days": 1')]),
+    ("granite", "<|tool_call|>none", "<|tool_call|>none", []),
+    ("granite", "<|tool_call|><|tool_call|>[" + NAMED + "]", "<|tool_call|>", [("weather", JSON_ARGUMENTS)]),
+    (
+        "seed",
+        "Well.\n<seed:tool_call>\n<function=weather>\n<parameter=city>\nBerlin\n</parameter>\n</function>\n</seed:tool_call>"
+        "\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+        "Well.",
+        [("weather", '{"city": "Berlin"}'), ("now", "{}")],
+    ),
+    ("seed", "<seed:tool_call>\n<function=weather>\n<parameter=city>\nBer", "", [("weather", '{"city": "Ber')]),
+    ("seed", "<seed:tool_call>\nnothing</seed:tool_call>", "<seed:tool_call>\nnothing</seed:tool_call>", []),
+    (
         "deepseek",
         "Well.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>" + JSON_ARGUMENTS + "<｜tool▁call▁end｜>"
         "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

@@ -22,6 +22,13 @@ TEMPLATES = {
     "Qwen2.5": ('within <tool_call></tool_call> XML tags:\n<tool_call>\\n{\\"name\\": <function-name>', Dialect("hermes")),
     "Qwen3": ("<tool_call></tool_call> {%- set content = content.split('</think>')[-1] %} <think>", Dialect("hermes", "think")),
     "Qwen3-Coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=example>", Dialect("qwen3_coder")),
+    "Seed-OSS": (
+        "<seed:think></seed:think> <seed:tool_call>\\n<function=example_function_name>\\n<parameter=example>",
+        Dialect("seed", "seed"),
+    ),
+    "Granite 3.1": ("only with <|tool_call|> followed by a JSON list of tools used", Dialect("granite")),
+    "Granite 4": ('<tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>', Dialect("hermes")),
+    "EXAONE 4": ('<tool_call>{"name": ...}</tool_call> <think></think>', Dialect("hermes", "think")),
     "Mistral": ("{{- '[TOOL_CALLS][' }}", Dialect("mistral")),
     "Magistral": ("{{- '[TOOL_CALLS]' }} [THINK]", Dialect("mistral", "magistral")),
     "DeepSeek R1": ("<｜tool▁calls▁begin｜> <｜Assistant｜><think>\\n", Dialect("deepseek", "think")),

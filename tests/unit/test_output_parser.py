@@ -15,7 +15,11 @@ from tests.unit.cpu_cost import costs_at_most
 from tests.unit.output_cases import CASES, NAMED, TOOLS, calls_of, events_of, parser_of, reasoning_of, text_of
 
 FAMILIES = sorted(TOOL_FORMATS)
-REASONING = {"think": ("<think>", "</think>"), "magistral": ("[THINK]", "[/THINK]")}
+REASONING = {
+    "think": ("<think>", "</think>"),
+    "magistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>", "</seed:think>"),
+}
 FRAGMENTS = sorted(
     {mark for entry in TOOL_FORMATS.values() for mark in entry.marks}
     | {"<function=", "weather", "now", ">", "</function>", "<parameter=", "city", "</parameter>", "[", "]", "(", ")", "{", "}"}

@@ -12,14 +12,38 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from common.text.output.families import deepseek, dsml, glm, harmony, hermes, llama_json, mistral, pythonic, qwen3_coder
+from common.text.output.families import (
+    deepseek,
+    dsml,
+    glm,
+    granite,
+    harmony,
+    hermes,
+    llama_json,
+    mistral,
+    pythonic,
+    qwen3_coder,
+    seed,
+)
 from common.text.output.grammar_writer import Callee, CallSyntax, GrammarWriter
 from common.text.output.scan import Reading
 
 ToolParser = Literal[
-    "auto", "none", "deepseek", "dsml", "glm", "harmony", "hermes", "llama_json", "mistral", "pythonic", "qwen3_coder"
+    "auto",
+    "none",
+    "deepseek",
+    "dsml",
+    "glm",
+    "granite",
+    "harmony",
+    "hermes",
+    "llama_json",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
+    "seed",
 ]
-ReasoningParser = Literal["auto", "none", "harmony", "magistral", "think"]
+ReasoningParser = Literal["auto", "none", "harmony", "magistral", "seed", "think"]
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,9 +90,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         read=glm.read,
         grammar=glm.grammar,
     ),
+    "seed": ToolFormat(signs=(("<seed:tool_call>",),), marks=seed.TAGS, read=seed.read, grammar=seed.grammar),
+    "granite": ToolFormat(signs=(("<|tool_call|>",),), marks=(granite.OPEN,), read=granite.read, grammar=granite.grammar),
     "qwen3_coder": ToolFormat(
         signs=(("<function=", "<parameter="),),
-        marks=(qwen3_coder.OPEN, qwen3_coder.CLOSE),
+        marks=qwen3_coder.TAGS,
         read=qwen3_coder.read,
         grammar=qwen3_coder.grammar,
     ),
@@ -97,6 +123,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "harmony": ReasoningFormat(signs=("<|channel|>",)),
     "magistral": ReasoningFormat(signs=("[THINK]",), opening="[THINK]", closing="[/THINK]"),
+    "seed": ReasoningFormat(signs=("<seed:think>",), opening="<seed:think>", closing="</seed:think>"),
     "think": ReasoningFormat(signs=("<think>", "</think>"), opening="<think>", closing="</think>"),
 }
 

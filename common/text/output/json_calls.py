@@ -11,7 +11,7 @@ from typing import Literal
 
 from common.text.output import json_text
 from common.text.output.grammar_writer import Callee, GrammarWriter, literal
-from common.text.output.scan import MAX_AHEAD, Reading, Scan
+from common.text.output.scan import MAX_AHEAD, Markers, Reading, Scan
 from common.text.output.sink import Sink
 from common.text.output.tools import ToolSet
 
@@ -114,6 +114,38 @@ def arguments(scan: Scan, sink: Sink, character: str) -> Reading[bool]:
     read = scan.kept()
     sink.arguments("{}" if value == "null" else read)
     return value is not None
+
+
+def list_of_calls(scan: Scan, sink: Sink, tools: ToolSet, opening: Markers) -> Reading[str]:
+    """Read a list of such objects, whose bracket comes next, behind a mark. The caller has called `scan.keep`.
+
+    Returns one of the marks `opening` if it ended the list, whose last call was broken or cut.
+    """
+    scan.take(scan.at + 1)
+    while (yield from scan.skip_space()) == "{":
+        outcome = yield from object_call(scan, sink, tools, known=False)
+        if outcome == "none":
+            return ""
+        if outcome == "open":
+            marker = yield from scan.until(opening, sink.arguments)
+            sink.end()
+            return marker
+        scan.keep()
+        following = yield from scan.skip_space()
+        if following not in (",", "]"):
+            break
+        scan.take(scan.at + 1)
+        if following == "]":
+            scan.kept()
+            return ""
+    sink.text(scan.kept())
+    return ""
+
+
+def list_syntax(writer: GrammarWriter, callees: Sequence[Callee]) -> str:
+    """Return an expression for a list of calls as objects with `arguments`."""
+    calls = writer.repeated(object_syntax(writer, callees, "arguments"), '", "')
+    return f'"[" {calls} "]"'
 
 
 def object_syntax(writer: GrammarWriter, callees: Sequence[Callee], key: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from common.text.output import json_text
 from common.text.output.grammar_writer import Callee, CallSyntax, GrammarWriter
-from common.text.output.json_calls import is_name, object_call, object_syntax
+from common.text.output.json_calls import is_name, list_of_calls, list_syntax
 from common.text.output.scan import Markers, Reading, Scan
 from common.text.output.sink import Sink
 from common.text.output.tools import ToolSet
@@ -30,31 +30,9 @@ def read(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
     while marker or (yield from scan.until(_OPEN, sink.text)):
         scan.keep(OPEN)
         if (yield from scan.skip_space()) == "[":
-            marker = yield from _list(scan, sink, tools)
+            marker = yield from list_of_calls(scan, sink, tools, _OPEN)
         else:
             marker = yield from _named(scan, sink)
-
-
-def _list(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[str]:
-    scan.take(scan.at + 1)
-    while (yield from scan.skip_space()) == "{":
-        outcome = yield from object_call(scan, sink, tools, known=False)
-        if outcome == "none":
-            return ""
-        if outcome == "open":
-            marker = yield from scan.until(_OPEN, sink.arguments)
-            sink.end()
-            return marker
-        scan.keep()
-        following = yield from scan.skip_space()
-        if following not in (",", "]"):
-            break
-        scan.take(scan.at + 1)
-        if following == "]":
-            scan.kept()
-            return ""
-    sink.text(scan.kept())
-    return ""
 
 
 def _named(scan: Scan, sink: Sink) -> Reading[str]:
@@ -79,5 +57,4 @@ def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
     if _ARGUMENTS in writer.template:
         named = [f"{writer.write(callee.name + _ARGUMENTS)} {writer.arguments(callee)}" for callee in callees]
         return writer.blocks(OPEN, writer.either(named))
-    calls = writer.repeated(object_syntax(writer, callees, "arguments"), '", "')
-    return writer.blocks(OPEN, f'"[" {calls} "]"', repeats=False)
+    return writer.blocks(OPEN, list_syntax(writer, callees), repeats=False)

@@ -16,6 +16,7 @@ Source: the chat template of Qwen3-Coder and its `qwen3coder_tool_parser.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from common.text.output.argument_grammar import Argument, arguments_of, in_order, raw_value
 from common.text.output.grammar_writer import MAX_ARGUMENTS, Callee, CallSyntax, GrammarWriter
@@ -25,19 +26,32 @@ from common.text.output.sink import Sink
 from common.text.output.tagged_arguments import TaggedArguments
 from common.text.output.tools import ToolSet
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+class Tags(NamedTuple):
+    """The outer ones."""
+
+    opening: str
+    closing: str
+
+    @property
+    def starts(self) -> Markers:
+        """What a call may begin with."""
+        return Markers(self.opening, _FUNCTION)
+
+
+TAGS = Tags("<tool_call>", "</tool_call>")
 _FUNCTION, _END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_START = Markers(OPEN, _FUNCTION)
 _BRACKET = Markers(">")
 _MAX_NAME = 256
 _VALUE_ENDS = Markers(_PARAMETER_END)
 
 
-def read(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
-    while marker := (yield from scan.until(_START, sink.text)):
+def read(scan: Scan, sink: Sink, tools: ToolSet, tags: Tags = TAGS) -> Reading[None]:
+    starts = tags.starts
+    while marker := (yield from scan.until(starts, sink.text)):
         scan.keep(marker)
-        if marker == OPEN:
+        if marker == tags.opening:
             yield from scan.skip_space()
             if not (yield from scan.accept(_FUNCTION)):
                 sink.text(scan.kept())
@@ -49,15 +63,15 @@ def read(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
             continue
         scan.kept()
         sink.start(name)
-        yield from _body(scan, sink, tools, name)
+        yield from _body(scan, sink, tools, name, tags.closing)
 
 
-def _body(scan: Scan, sink: Sink, tools: ToolSet, name: str) -> Reading[None]:
+def _body(scan: Scan, sink: Sink, tools: ToolSet, name: str, closing: str) -> Reading[None]:
     arguments = TaggedArguments(sink, tools, name, wraps_lines=True, unknown_is_text=True)
     while True:
         scan.keep()
         yield from scan.skip_space()
-        marker = yield from scan.accept_any((_PARAMETER, _END, CLOSE))
+        marker = yield from scan.accept_any((_PARAMETER, _END, closing))
         if marker == _PARAMETER:
             argument, bracket = yield from scan.read_until(_BRACKET, _MAX_NAME)
             if bracket:
@@ -66,24 +80,24 @@ def _body(scan: Scan, sink: Sink, tools: ToolSet, name: str) -> Reading[None]:
                     sink.end()
                     return
                 continue
-        if marker not in (_END, CLOSE):
-            sink.text(arguments.end(scan, *(() if marker else (_PARAMETER, _END, CLOSE))))
+        if marker not in (_END, closing):
+            sink.text(arguments.end(scan, *(() if marker else (_PARAMETER, _END, closing))))
             return
         scan.kept()
         arguments.close()
         if marker == _END:
             scan.keep()
             yield from scan.skip_space()
-            sink.text("" if (yield from scan.accept(CLOSE)) else scan.kept())
+            sink.text("" if (yield from scan.accept(closing)) else scan.kept())
             scan.kept()
         return
 
 
-def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
+def grammar(writer: GrammarWriter, callees: Sequence[Callee], tags: Tags = TAGS) -> CallSyntax:
     begins = [writer.write(f"\n{_FUNCTION}{callee.name}>\n") for callee in callees]
     calls = [f"{begin} {_syntax_of_arguments(writer, callee)}" for begin, callee in zip(begins, callees, strict=True)]
-    end = writer.write(f"{_END}\n{CLOSE}")
-    return writer.blocks(OPEN, f"{writer.either(calls)} {end}", separator=r'"\n"?', excluded=(_FUNCTION,))
+    end = writer.write(f"{_END}\n{tags.closing}")
+    return writer.blocks(tags.opening, f"{writer.either(calls)} {end}", separator=r'"\n"?', excluded=(_FUNCTION,))
 
 
 def _syntax_of_arguments(writer: GrammarWriter, callee: Callee) -> str:
