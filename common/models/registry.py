@@ -24,7 +24,7 @@ def open_weights(files: ModelFiles, config: ModelConfig, *, dummy: bool = False)
     if dummy or files.format == "dummy":
         return DummyWeights(config, numbers(files.name) if files.format == "dummy" else Numbers())
     if files.format == "safetensors":
-        return SafetensorsWeights(files.path, integers=config.weight_format == "groups")
+        return SafetensorsWeights(files.path, integers=config.weight_format == "groups", drafting=config.drafting)
     from common.models.weights.gguf import GgufWeights  # a seventh of a second of every start
 
     return GgufWeights(files.path, config)

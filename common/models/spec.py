@@ -127,6 +127,8 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How a token's experts are chosen and weighed; see `ops.moe`.
 
     bias: whether the logits have a learned bias.
+    choice_bias: whether scores have one by which experts are chosen, and which is no part of their weights.
+    scale: factor of the weights.
     weigh_inputs: the weights scale the experts' input, not their output.
     """
 
@@ -135,6 +137,8 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     scoring: Scoring = "softmax"
     renormalise: bool = False
     bias: bool = False
+    choice_bias: bool = False
+    scale: float = 1.0
     weigh_inputs: bool = False
 
 
@@ -173,6 +177,7 @@ class LayerNames(msgspec.Struct, frozen=True, kw_only=True):
     mixer_norms, mlp_norms: before and behind the block; "" where there is none.
     experts: each expert's (gate, up, down) below `experts.N`; empty where the files hold them stacked, as `gate_up_proj` and
     `down_proj`, [experts, inputs, outputs].
+    choice_bias_in_rows: it is [1, experts] in the files.
     interleaved_gate_up: gate and up alternate in the stacked tensor.
     """
 
@@ -186,6 +191,8 @@ class LayerNames(msgspec.Struct, frozen=True, kw_only=True):
     mixer_norms: tuple[str, str] = ("input_layernorm", "")
     mlp_norms: tuple[str, str] = ("post_attention_layernorm", "")
     router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    choice_bias_in_rows: bool = False
     experts: str = "mlp.experts"
     each_expert: tuple[str, ...] = EACH_EXPERT
     interleaved_gate_up: bool = False
@@ -220,6 +227,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: all ids that end a text.
     quantization: how the files hold the linears.
     identity: names the weights' content (a digest over sizes, edges and pieces of files, not over whole files).
+    draft_layers: layers in the files behind the last one, which only draft and are not read.
     draft_vocab_size: rows of the head of a draft model that writes only some of the tokens (`reduced_vocabulary`); 0: all.
 
     Properties that speak of "the" heads or sizes are those of the layer that has most.
@@ -242,6 +250,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: list[int] = []
     quantization: WeightScheme = WeightScheme()
     identity: str = ""
+    draft_layers: int = 0
     draft_vocab_size: int = 0
 
     @property
@@ -257,6 +266,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def drafting(self) -> range:
+        """The numbers of the layers that only draft."""
+        return range(self.num_layers, self.num_layers + self.draft_layers)
 
     @property
     def num_heads(self) -> int:

@@ -43,6 +43,8 @@ FAMILIES = (
     "granite4",
     "seed-oss",
     "ernie4.5",
+    "ernie4.5-moe",
+    "glm4-moe",
     "exaone4",
     "cwm",
     "olmoe",

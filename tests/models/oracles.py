@@ -10,6 +10,8 @@ import torch
 from transformers import (
     CwmConfig,
     CwmForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
@@ -22,6 +24,8 @@ from transformers import (
     GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -200,6 +204,28 @@ _granite4 = _of(
 _seed_oss = _of(SeedOssConfig, SeedOssForCausalLM, head_dim=32)
 _ernie4_5 = _of(Ernie4_5Config, Ernie4_5ForCausalLM, head_dim=32)
 _exaone4 = _of(Exaone4Config, Exaone4ForCausalLM, num_hidden_layers=4, sliding_window=24, sliding_window_pattern=2)
+_glm4_moe = _of(
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    num_hidden_layers=3,
+    head_dim=32,
+    attention_bias=True,
+    use_qk_norm=True,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    routed_scaling_factor=1.5,
+    pad_token_id=0,
+)
+_ernie4_5_moe = _of(
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    num_hidden_layers=4,
+    moe_num_experts=8,
+    moe_k=2,
+    moe_intermediate_size=32,
+    moe_layer_end_index=2,
+)
 _cwm = _of(CwmConfig, CwmForCausalLM, head_dim=16, num_hidden_layers=4, sliding_window=24, bos_token_id=0)
 _olmoe = _of(OlmoeConfig, OlmoeForCausalLM, intermediate_size=32, num_experts=8, num_experts_per_tok=2, pad_token_id=0)
 _mixtral = _of(MixtralConfig, MixtralForCausalLM, num_local_experts=4, num_experts_per_tok=2, sliding_window=24)
@@ -276,6 +302,8 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "granite4-without-positions": lambda: _granite4(position_embedding_type=None),
     "seed-oss": _seed_oss,
     "ernie4.5": _ernie4_5,
+    "ernie4.5-moe": _ernie4_5_moe,
+    "glm4-moe": _glm4_moe,
     "exaone4": _exaone4,
     "exaone4-without-windows": lambda: _exaone4(sliding_window=None, layer_types=["full_attention"] * 4),
     "cwm": _cwm,
@@ -297,7 +325,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     model = ORACLES[name](**changes).to(torch.float32).eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():  # transformers starts norms at one and biases at zero, where they test nothing
-        for key, tensor in model.named_parameters():
+        for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in key and key.endswith("weight"):
                 tensor.add_(0.2 * torch.randn(tensor.shape, generator=generator))
             elif key.endswith(("bias", "sinks")):

@@ -14,7 +14,7 @@ from common.engine.load.precision import has_int8
 from common.models.config import config_from_gguf, config_from_json, load_config
 from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES
 from common.models.formats.detect import detect
-from common.models.spec import AttentionSpec, ModelSpec
+from common.models.spec import AttentionSpec, ExpertsSpec, ModelSpec, RopeSpec
 from common.models.weights.expected import decoder_shapes
 from common.protocol.errors import ConfigError
 from tests.models.oracles import ORACLES, save
@@ -166,6 +166,26 @@ def test_granite_4_is_served_where_it_has_attention_alone() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             tiny("granitemoehybrid", **{**dense, **changed})
+
+
+def test_experts_that_are_chosen_by_a_bias_of_their_own() -> None:
+    glm = tiny("glm4_moe", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, routed_scaling_factor=1.5)
+    assert [isinstance(layer.mlp, ExpertsSpec) for layer in glm.layers] == [False, True, True, True]
+    experts = glm.layers[-1].mlp
+    assert isinstance(experts, ExpertsSpec) and experts.shared_size == 32
+    assert (experts.router.scoring, experts.router.scale, experts.router.choice_bias) == ("sigmoid", 1.5, True)
+    assert (glm.layers[0].mixer.rope or RopeSpec()).dims == 8
+    assert list(glm.drafting) == [4] and not tiny("glm4_moe", num_nextn_predict_layers=0).drafting
+    with pytest.raises(ConfigError, match="n_group 8 is not supported"):
+        tiny("glm4_moe", n_group=8)
+
+    ernie = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "moe_gate": "topk"}
+    found = tiny("ernie4_5_moe", **ernie, moe_layer_start_index=1, moe_layer_end_index=2)
+    assert [isinstance(layer.mlp, ExpertsSpec) for layer in found.layers] == [False, True, True, False]
+    last = tiny("ernie4_5_moe", **ernie, moe_layer_interval=2).layers[-1].mlp
+    assert isinstance(last, ExpertsSpec) and (last.shared_size, last.router.scoring) == (64, "softmax")
+    with pytest.raises(ConfigError, match="moe_use_aux_free"):
+        tiny("ernie4_5_moe", moe_use_aux_free=False)
 
 
 def test_ministral_3_says_how_its_queries_grow() -> None:

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from common.models.config import load_config
 from common.models.source import ModelFiles
+from common.models.weights.errors import WeightsError
+from common.models.weights.inventory import take_inventory
 from tests.models.driver import Request, open_runner, run, seen_logits
 from tests.models.oracles import GREEDY, ORACLES, build, greedy_choices, oracle_prompt, save
 
@@ -112,3 +116,21 @@ def test_bfloat16_runs_and_stays_close(tmp_path: Path) -> None:
     output = run(runner, [Request(prompt, 8), Request(prompt[:20], 3, chunk=6)])[0]
     agreed = sum(a == b for a, b in zip(output, greedy_choices(model, prompt, output), strict=True))
     assert agreed >= 6
+
+
+def test_layers_that_only_draft_are_passed_over(tmp_path: Path) -> None:
+    """GLM-4.5's files have them behind the decoder's, under the next numbers."""
+    model = build("glm4-moe")
+    files = save(model, tmp_path)
+    path, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    behind = f"model.layers.{model.config.num_hidden_layers}"
+    drafting = {f"{behind}.eh_proj.weight": torch.ones(64, 128), f"{behind}.self_attn.q_proj.weight": torch.ones(2, 2)}
+    save_file(load_file(path) | drafting, path)
+    prompt = oracle_prompt(length=20)
+    output = run(open_runner(files), [Request(prompt, 4)])[0]
+    assert output == greedy_choices(model, prompt, output)
+    assert take_inventory(files, load_config(files)).others > 0
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | {"num_nextn_predict_layers": 0}))
+    for refused in (lambda: open_runner(files), lambda: take_inventory(files, load_config(files))):
+        with pytest.raises(WeightsError, match=r"tensors that this model does not have: model\.layers\.3\.eh_proj"):
+            refused()

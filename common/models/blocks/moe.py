@@ -22,12 +22,16 @@ from common.ops.moe.route import route
 
 @dataclass(slots=True, frozen=True)
 class ExpertsBlock:
-    """router: [num_experts, hidden_size], with its bias. shared: gate and up, and down, of the expert that all tokens visit;
-    None for none. It keeps nothing in the cache."""
+    """It keeps nothing in the cache.
+
+    router: [num_experts, hidden_size], with its bias. choice_bias: float32 [num_experts] or None.
+    shared: gate and up, and down, of the expert that all tokens visit; None for none.
+    """
 
     spec: ExpertsSpec
     norms: Norms
     router: LinearWeight
+    choice_bias: torch.Tensor | None
     weights: ExpertWeights
     shared: tuple[LinearWeight, LinearWeight] | None
 
@@ -35,9 +39,9 @@ class ExpertsBlock:
         x = border.read(self.norms, None)  # the router and the experts take nothing quantised
         assert isinstance(x, torch.Tensor)
         router, spec = self.spec.router, self.spec
-        form = RouterForm(top_k=router.top_k, scoring=router.scoring, renormalise=router.renormalise)
+        form = RouterForm(top_k=router.top_k, scoring=router.scoring, renormalise=router.renormalise, scale=router.scale)
         activation = ExpertActivation(spec.activation, spec.alpha, spec.limit)
-        routing = route(linear(x, self.router, split=True), form)
+        routing = route(linear(x, self.router, split=True), form, self.choice_bias)
         alone = self.shared is None
         delta = experts(x, routing, self.weights, activation, weigh_inputs=router.weigh_inputs, split=alone)
         if self.shared is not None:
@@ -60,6 +64,7 @@ class ExpertsBlock:
 SHARDS: dict[str, ShardRule] = {
     "norms": "replicated",
     "router": "replicated",
+    "choice_bias": "replicated",
     "weights": "experts",
     "shared_gate_up": "outputs",
     "shared_down": "inputs",
@@ -72,7 +77,10 @@ def load_experts(loader: WeightLoader, model: ModelSpec, layer: int, spec: Exper
     norms = take_norms(loader, model, prefix, names.mlp_norms)
     count, router = spec.router.num_experts, f"{prefix}.{names.router}"
     bias = loader.take(f"{router}.bias", count) if spec.router.bias else None
-    shared = None
+    choice_bias, shared = None, None
+    if spec.router.choice_bias:
+        shape = (1, count) if names.choice_bias_in_rows else (count,)
+        choice_bias = loader.take(f"{prefix}.{names.choice_bias}", *shape, dtype=torch.float32).flatten()
     if spec.shared_size:
         dense = DenseSpec(intermediate_size=spec.shared_size, activation=spec.activation)
         shared = take_feed_forward(loader, model, prefix, names.shared_gate_up, names.shared_down, dense)
@@ -80,6 +88,7 @@ def load_experts(loader: WeightLoader, model: ModelSpec, layer: int, spec: Exper
         spec=spec,
         norms=norms,
         router=loader.pack_plain(loader.take(f"{router}.weight", count, hidden), bias),
+        choice_bias=choice_bias,
         weights=take_experts(loader, prefix, names, spec, hidden),
         shared=shared,
     )

@@ -55,6 +55,8 @@ def _dense(spec: DenseSpec, gate_up: Sequence[str], down: str, hidden: int) -> S
 def _experts(spec: ExpertsSpec, names: LayerNames, hidden: int) -> Shapes:
     count, middle = spec.router.num_experts, spec.intermediate_size
     shapes = dict(_linears((names.router,), (count,), hidden, spec.router.bias))
+    if spec.router.choice_bias:
+        shapes[names.choice_bias] = (1, count) if names.choice_bias_in_rows else (count,)
     if names.each_expert:
         gate, up, down = names.each_expert
         for expert in range(count):

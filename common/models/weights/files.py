@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from common.models.weights.errors import WeightsError
@@ -10,6 +11,7 @@ from common.models.weights.errors import WeightsError
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 MTP_LAYERS = "model.mtp_layers."
 """How tensors of layers for multi-token prediction are named. No decoder takes them; `common.models.head_tensors` does."""
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 _OTHERS = ("consolidated", "adapter_model")
 """How files begin that hold the weights in another form, or an adapter."""
 
@@ -42,9 +44,10 @@ def weight_files(folder: Path) -> list[Path]:
     return [path for path in found if not path.name.startswith(_OTHERS)] or found
 
 
-def is_mtp(name: str) -> bool:
-    """Return whether a tensor is of a layer that only drafts."""
-    return name.startswith(MTP_LAYERS)
+def is_mtp(name: str, behind: range = range(0)) -> bool:
+    """Return whether a tensor is of a layer that only drafts. behind: numbers of those that are named as a decoder's are."""
+    found = _LAYER.match(name) if behind else None
+    return name.startswith(MTP_LAYERS) or (found is not None and int(found[1]) in behind)
 
 
 def is_first(name: str, path: Path, before: Path | None) -> bool:

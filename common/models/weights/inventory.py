@@ -56,7 +56,7 @@ def take_inventory(
         check_gguf_values(files.path)
         return counted
     in_groups = config.weight_format == "groups"
-    table = _Table(files.path, FLOATS | {FP8} | (_INTEGERS if in_groups else frozenset()))
+    table = _Table(files.path, FLOATS | {FP8} | (_INTEGERS if in_groups else frozenset()), config.drafting)
     shapes = {**table.shapes, **given}
     # where several codes are one number of a tensor, the shapes of the files say less than those of the model
     counted = _counted(decoder_shapes(config) if in_groups else shapes, config, files.path)
@@ -103,8 +103,10 @@ class _Table:
     """The tensors of a folder's *.safetensors files that a decoder takes, by the names of a model of text alone: their shapes,
     types, and the names that the files have."""
 
-    def __init__(self, folder: Path, allowed: frozenset[str]) -> None:
-        """:raises WeightsError: if a file is damaged or cut short, or holds a type that is not allowed."""
+    def __init__(self, folder: Path, allowed: frozenset[str], drafting: range) -> None:
+        """drafting: see `SafetensorsWeights`.
+
+        :raises WeightsError: if a file is damaged or cut short, or holds a type that is not allowed."""
         index = read_index(folder)
         entries: dict[str, tuple[tuple[int, ...], str]] = {}
         places: dict[str, Path] = {}
@@ -113,7 +115,7 @@ class _Table:
                 with safe_open(path, framework="np") as file:
                     opened: Any = file
                     for name in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
-                        if is_mtp(name) or (index and index.get(name) != path.name):
+                        if is_mtp(name, drafting) or (index and index.get(name) != path.name):
                             continue
                         view = opened.get_slice(name)
                         kind = view.get_dtype()

@@ -27,13 +27,15 @@ _INTEGERS = ("I64", "I32", "I8", "U8")
 
 
 class SafetensorsWeights:
-    """A `WeightSource` over mapped files. integers: whether they may hold codes of quantised weights.
+    """A `WeightSource` over mapped files. integers: whether they may hold codes of quantised weights. drafting: the numbers of
+    layers behind the decoder's, which are passed over.
 
     :raises WeightsError: if a file is missing, damaged, or the index names tensors that are in no shard.
     """
 
-    def __init__(self, folder: Path, *, integers: bool = False) -> None:
+    def __init__(self, folder: Path, *, integers: bool = False, drafting: range = range(0)) -> None:
         self._integers = integers
+        self._drafting = drafting
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
@@ -44,7 +46,7 @@ class SafetensorsWeights:
             raise WeightsError(f"{folder} holds no .safetensors file")
         for path in paths:
             self._open(path, index)
-        if missing := sorted(name for name in index.keys() - self.shapes.keys() if not is_mtp(name)):
+        if missing := sorted(name for name in index.keys() - self.shapes.keys() if not is_mtp(name, drafting)):
             raise WeightsError(f"{INDEX} names {missing[0]} ({len(missing)} tensors) that no shard holds")
         self._stored = text_names(self.shapes)
         skipped = self._bytes.keys() - self._stored.values()
@@ -56,7 +58,7 @@ class SafetensorsWeights:
         try:
             file: Any = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 — a safe_open handle is no mapping
-                if is_mtp(name) or (index and index.get(name) != path.name):
+                if is_mtp(name, self._drafting) or (index and index.get(name) != path.name):
                     continue
                 if not is_first(name, path, self._paths.get(name)):
                     continue
