@@ -149,6 +149,8 @@ def test_granite_adds_what_blocks_compute_to_a_smaller_stream() -> None:
     for name in factors:
         with pytest.raises(ConfigError, match=f"{name} in config.json must be more than 0"):
             tiny("granite", **{name: 0.0})
+    with pytest.raises(ConfigError, match=r"residual_multiplier in config\.json must be between 1e-06"):
+        tiny("granite", residual_multiplier=1e-200)
 
 
 def test_granite_4_is_served_where_it_has_attention_alone() -> None:

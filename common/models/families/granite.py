@@ -11,7 +11,10 @@ from common.models.spec import DenseSpec, LayerNames, LayerSpec, ModelSpec, Rope
 from common.protocol.errors import ConfigError
 
 _NAMES = WeightNames(layer=LayerNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"))
+_FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+_GGUF_FACTORS = ("embedding_scale", "residual_scale", "logit_scale")
 _ATTENTION = ("attention", "full_attention")
+_LARGEST = 1e6
 
 
 def from_json(fields: Fields) -> ModelSpec:
@@ -48,8 +51,7 @@ def _from_json(fields: Fields, architecture: str, rope: RopeSpec | None, mlp: De
     bias = fields.flag("attention_bias")
     scale = fields.positive("attention_multiplier", 1.0)
     layer = LayerSpec(mixer=read_attention(fields, rope, scale=scale, qkv_bias=bias, output_bias=bias), mlp=mlp)
-    embedding, added = fields.positive("embedding_multiplier", 1.0), fields.positive("residual_multiplier", 1.0)
-    logits = fields.positive("logits_scaling", 1.0)
+    embedding, added, logits = (_factor(fields, name) for name in _FACTORS)
     spec = read_model(fields, architecture, [layer] * fields.size("num_hidden_layers"), names=names)
     return _scaled(spec, embedding, added, logits)
 
@@ -59,10 +61,17 @@ def from_gguf(fields: Fields) -> ModelSpec:
     mixer = gguf_attention(fields)
     scale = fields.positive("attention.scale", mixer.scale)
     layer = LayerSpec(mixer=msgspec.structs.replace(mixer, scale=scale), mlp=gguf_mlp(fields))
-    embedding, added = fields.positive("embedding_scale", 1.0), fields.positive("residual_scale", 1.0)
-    logits = fields.positive("logit_scale", 1.0)
+    embedding, added, logits = (_factor(fields, name) for name in _GGUF_FACTORS)
     spec = gguf_model(fields, "granite", [layer] * fields.size("block_count"), names=PAIRED)
     return _scaled(spec, embedding, added, logits)
+
+
+def _factor(fields: Fields, name: str) -> float:
+    """:raises ConfigError: if it is none that float32 can bear the square of."""
+    factor = fields.positive(name, 1.0)
+    if not 1 / _LARGEST <= factor <= _LARGEST:
+        raise ConfigError(f"{name} in {fields.where} must be between {1 / _LARGEST:g} and {_LARGEST:g}, not {factor:g}")
+    return factor
 
 
 def _scaled(spec: ModelSpec, embedding: float, added: float, logits: float) -> ModelSpec:

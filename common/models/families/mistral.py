@@ -24,8 +24,8 @@ def mistral_model(
     fields: Fields, architecture: str, rope: RopeSpec, *, window: int, temperature: QueryTemperature | None = None
 ) -> ModelSpec:
     """window: where the file has no such key; 0 for none."""
-    found = fields.get("sliding_window") if "sliding_window" in fields.data else window
-    window = fields.size("sliding_window", window) if found else 0
+    if "sliding_window" in fields.data:
+        window = 0 if fields.get("sliding_window") is None else fields.size("sliding_window")
     kind = "sliding_attention" if window else "full_attention"
     mlp = read_silu_mlp(fields)
     windows = read_windows(fields, [kind] * fields.size("num_hidden_layers"), window=window)
