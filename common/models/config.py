@@ -18,7 +18,7 @@ from common.models.formats.detect import detect, gguf_scheme
 from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import DUMMY_PREFIX
 from common.models.source import ModelFiles
-from common.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
+from common.models.spec import ExpertsSpec, LayerNames, LayerSpec, ModelSpec, RopeSpec
 from common.models.weights.files import weight_files
 from common.models.weights.gguf_metadata import read_metadata
 from common.models.weights.tied_head import holds_another_head
@@ -187,12 +187,31 @@ def _ids(value: object) -> list[int]:
     return ids
 
 
+_LATER: dict[str, tuple[object, ...]] = {
+    "exact_embedding_scale": (False,),
+    "logit_scale": (1.0,),
+    "draft_layers": (0,),
+    "shift": (1,),
+    "choice_bias": (False, LayerNames().choice_bias),
+    "choice_bias_in_rows": (False,),
+    "weight_scale": (1.0,),
+}
+"""Fields that specifications did not have in an earlier version, and the values that mean what it meant without them."""
+
+
+def _without_later_defaults(value: Any) -> Any:
+    """Return what an earlier version would have of this, if it means what it did there."""
+    if isinstance(value, dict):
+        return {key: _without_later_defaults(one) for key, one in value.items() if key not in _LATER or one not in _LATER[key]}
+    return [_without_later_defaults(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def _identity(config: ModelConfig, weights: list[Path]) -> str:
     """Equal for equal files wherever they lie; costs three megabytes of reading per file.
 
     Pieces between the edges tell weights apart that differ in some layers only: KV on disk outlives a change of the files.
     """
-    digest = hashlib.blake2b(msgspec.json.encode(config), digest_size=16)
+    digest = hashlib.blake2b(msgspec.json.encode(_without_later_defaults(msgspec.to_builtins(config))), digest_size=16)
     for path in weights:
         try:
             with path.open("rb") as file:

@@ -128,7 +128,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     bias: whether the logits have a learned bias.
     choice_bias: whether scores have one by which experts are chosen, and which is no part of their weights.
-    scale: factor of the weights.
+    weight_scale: factor of the weights.
     weigh_inputs: the weights scale the experts' input, not their output.
     """
 
@@ -138,7 +138,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     renormalise: bool = False
     bias: bool = False
     choice_bias: bool = False
-    scale: float = 1.0
+    weight_scale: float = 1.0
     weigh_inputs: bool = False
 
 

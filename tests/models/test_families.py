@@ -175,7 +175,7 @@ def test_experts_that_are_chosen_by_a_bias_of_their_own() -> None:
     assert [isinstance(layer.mlp, ExpertsSpec) for layer in glm.layers] == [False, True, True, True]
     experts = glm.layers[-1].mlp
     assert isinstance(experts, ExpertsSpec) and experts.shared_size == 32
-    assert (experts.router.scoring, experts.router.scale, experts.router.choice_bias) == ("sigmoid", 1.5, True)
+    assert (experts.router.scoring, experts.router.weight_scale, experts.router.choice_bias) == ("sigmoid", 1.5, True)
     assert (glm.layers[0].mixer.rope or RopeSpec()).dims == 8
     assert list(glm.drafting) == [4] and not tiny("glm4_moe", num_nextn_predict_layers=0).drafting
     with pytest.raises(ConfigError, match="n_group 8 is not supported"):

@@ -82,6 +82,7 @@ def _qkv_rope(
         "layer": "i32",
         "temperature_scale": "fp32",
         "temperature_floor": "fp32",
+        "temperature_shift": "fp32",
     }
     if rotated == 0:
         del signature["rope"]

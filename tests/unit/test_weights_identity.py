@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from common.models.config import load_config
 from common.models.shapes import write_model
-from common.models.source import resolve
+from common.models.source import ModelFiles, resolve
 from tests.fixtures.tiny_model import edit_config, write_tiny_model
 
 MIB = 1 << 20
@@ -46,3 +47,14 @@ def test_identities_are_those_of_earlier_versions(tmp_path: Path, shape: str, id
     write_model(shape, tmp_path)
     edit_config(tmp_path, tie_word_embeddings=False)
     assert identity_with(tmp_path, bytes(1024)) == identity
+
+
+def test_a_field_of_a_later_version_counts_where_it_says_something_new(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    found: set[str] = set()
+    for factor in (1.0, 2.0, 4.0):
+        config = {"model_type": "granite", **sizes, "logits_scaling": factor}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").write_bytes(bytes(1024))
+        found.add(load_config(ModelFiles(name="m", format="safetensors", path=tmp_path)).identity)
+    assert len(found) == 3

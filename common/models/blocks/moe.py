@@ -39,7 +39,7 @@ class ExpertsBlock:
         x = border.read(self.norms, None)  # the router and the experts take nothing quantised
         assert isinstance(x, torch.Tensor)
         router, spec = self.spec.router, self.spec
-        form = RouterForm(top_k=router.top_k, scoring=router.scoring, renormalise=router.renormalise, scale=router.scale)
+        form = RouterForm(top_k=router.top_k, scoring=router.scoring, renormalise=router.renormalise, scale=router.weight_scale)
         activation = ExpertActivation(spec.activation, spec.alpha, spec.limit)
         routing = route(linear(x, self.router, split=True), form, self.choice_bias)
         alone = self.shared is None

@@ -32,7 +32,7 @@ def from_json(fields: Fields) -> ModelSpec:
         scoring="sigmoid",
         renormalise=fields.flag("norm_topk_prob", True),
         choice_bias=True,
-        scale=fields.positive("routed_scaling_factor", 1.0),
+        weight_scale=fields.positive("routed_scaling_factor", 1.0),
     )
     middle = fields.size("moe_intermediate_size", 1408)
     shared = int(fields.not_negative("n_shared_experts", 1)) * middle
