@@ -18,41 +18,10 @@ from tests.e2e.stack import Reply, Stack
 from tests.e2e.test_right import cached, check, counted, run, run_alone
 from tests.e2e.tiny import save_tokenizer
 from tests.fixtures.slow import some_slow
-from tests.models.oracles import build, save
+from tests.models.oracles import FAMILIES, build, save
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen2-windows-in-last-layers",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "phi3-longrope",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "glm4",
-    "gemma",
-    "ministral",
-    "ministral3",
-    "granite",
-    "granite4",
-    "seed-oss",
-    "ernie4.5",
-    "ernie4.5-moe",
-    "glm4-moe",
-    "exaone4",
-    "cwm",
-    "olmoe",
-    "mixtral",
-    "qwen3-moe",
-    "gpt-oss",
-    "llama4",
-)
 TWO_GROUPS = ("gemma2", "gemma3", "qwen2-windows-in-last-layers", "olmo3", "ministral", "exaone4", "cwm", "gpt-oss", "llama4")
 BLOCK_TOKENS = 16
 FLAGS = ("--dtype", "float32", "--token-budget", "50", "--num-blocks", "120")

@@ -170,9 +170,9 @@ async def test_killing_one_models_decode_worker_does_not_disturb_the_other(serve
         """Note how long the machine gave no process a turn: that is nobody's disturbance."""
         nonlocal stood_still_s
         while True:
-            before = time.monotonic()
+            began = time.monotonic()
             await anyio.sleep(0.01)
-            stood_still_s = max(stood_still_s, time.monotonic() - before - 0.01)
+            stood_still_s = max(stood_still_s, time.monotonic() - began - 0.01)
 
     async def stream(http: httpx.AsyncClient, model: str) -> None:
         at = time.monotonic()

@@ -315,6 +315,38 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "llama4": _llama4,
     "llama4-norms-of-q-and-k": lambda: _llama4(use_qk_norm=True, interleave_moe_layer_step=1, num_experts_per_tok=2),
 }
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen2-windows-in-last-layers",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi3-longrope",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "glm4",
+    "gemma",
+    "ministral",
+    "ministral3",
+    "granite",
+    "granite4",
+    "seed-oss",
+    "ernie4.5",
+    "ernie4.5-moe",
+    "glm4-moe",
+    "exaone4",
+    "cwm",
+    "olmoe",
+    "mixtral",
+    "qwen3-moe",
+    "gpt-oss",
+    "llama4",
+)
+"""Those that a test of everything asks about, each kind once or twice."""
 GREEDY = {"llama": [140, 118, 118, 118], "qwen3": [3, 212, 7, 81]}
 """What these two generate after `oracle_prompt()`, as recorded when they were made."""
 

@@ -11,7 +11,16 @@ import msgspec
 
 from common.models.families.harmless import JSON, JSON_DEFAULTS
 from common.models.fields import MAX_SIZE, Fields
-from common.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec, RopeType
+from common.models.spec import (
+    AttentionSpec,
+    DenseSpec,
+    LayerNames,
+    LayerSpec,
+    ModelSpec,
+    RopeSpec,
+    RopeType,
+    WeightNames,
+)
 from common.protocol.errors import ConfigError
 
 SCALED: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
@@ -20,6 +29,15 @@ _ROPE_TYPES: dict[str, RopeType] = {"su": "longrope", **{kind: kind for kind in 
 """By the name in the files; "su" is what the first Phi-3 models called it."""
 _STRETCHING: tuple[RopeType, ...] = ("linear", "llama3", "yarn")
 """Types that mean nothing without a factor."""
+
+
+SHARED_EXPERTS = WeightNames(
+    layer=LayerNames(
+        shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        shared_down="mlp.shared_experts.down_proj",
+    )
+)
+"""Names of models whose tokens all visit an expert beside those that are chosen for them."""
 
 
 def read_rope(
@@ -135,6 +153,13 @@ def read_silu_mlp(fields: Fields, *, bias: bool = False) -> DenseSpec:
     """:raises ConfigError: if the activation is not silu."""
     fields.only("hidden_act", "silu")
     return DenseSpec(intermediate_size=fields.size("intermediate_size"), bias=bias)
+
+
+def read_window(fields: Fields, default: int) -> int:
+    """Return the window; 0 for none, which null means. default: where the file has no such key; 0 for none."""
+    if "sliding_window" in fields.data:
+        return 0 if fields.get("sliding_window") is None else fields.size("sliding_window")
+    return default
 
 
 def read_windows(fields: Fields, default: list[str], *, window: int) -> list[int]:

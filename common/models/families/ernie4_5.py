@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import msgspec
 
-from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
-from common.models.families.glm4_moe import SHARED
+from common.models.families.common import SHARED_EXPERTS, read_attention, read_model, read_rope, read_silu_mlp
 from common.models.fields import Fields
 from common.models.spec import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RouterSpec, WeightNames
 
 _HEAD_DIM, _THETA = 128, 500_000.0
 _NAMES: WeightNames = msgspec.structs.replace(
-    SHARED,
+    SHARED_EXPERTS,
     layer=msgspec.structs.replace(
-        SHARED.layer, choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_in_rows=True
+        SHARED_EXPERTS.layer, choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_in_rows=True
     ),
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp, read_windows
+from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp, read_window, read_windows
 from common.models.families.olmo2 import NAMES
 from common.models.fields import Fields
 from common.models.spec import LayerSpec, ModelSpec
@@ -12,8 +12,7 @@ _WINDOW, _PERIOD = 4096, 4
 
 def from_json(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
-    has_none = "sliding_window" in fields.data and fields.get("sliding_window") is None
-    window = 0 if has_none else fields.size("sliding_window", _WINDOW)
+    window = read_window(fields, _WINDOW)
     rope, mlp = read_rope(fields), read_silu_mlp(fields)
     layers = [
         LayerSpec(

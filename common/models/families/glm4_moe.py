@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
+from common.models.families.common import SHARED_EXPERTS, read_attention, read_model, read_rope, read_silu_mlp
 from common.models.fields import Fields
-from common.models.spec import ExpertsSpec, LayerNames, LayerSpec, ModelSpec, RouterSpec, WeightNames
+from common.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RouterSpec
 
-SHARED = WeightNames(
-    layer=LayerNames(
-        shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-        shared_down="mlp.shared_experts.down_proj",
-    )
-)
 _ROTATED = 0.5
 
 
@@ -41,4 +35,4 @@ def from_json(fields: Fields) -> ModelSpec:
     layers = [
         LayerSpec(mixer=mixer, mlp=dense if layer < first else experts) for layer in range(fields.size("num_hidden_layers"))
     ]
-    return read_model(fields, "glm4_moe", layers, names=SHARED, rms_eps=1e-5, draft_layers=drafting)
+    return read_model(fields, "glm4_moe", layers, names=SHARED_EXPERTS, rms_eps=1e-5, draft_layers=drafting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp, read_windows
+from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp, read_window, read_windows
 from common.models.fields import Fields
 from common.models.spec import LayerSpec, ModelSpec, QueryTemperature, RopeSpec
 
@@ -24,8 +24,7 @@ def mistral_model(
     fields: Fields, architecture: str, rope: RopeSpec, *, window: int, temperature: QueryTemperature | None = None
 ) -> ModelSpec:
     """window: where the file has no such key; 0 for none."""
-    if "sliding_window" in fields.data:
-        window = 0 if fields.get("sliding_window") is None else fields.size("sliding_window")
+    window = read_window(fields, window)
     kind = "sliding_attention" if window else "full_attention"
     mlp = read_silu_mlp(fields)
     windows = read_windows(fields, [kind] * fields.size("num_hidden_layers"), window=window)
