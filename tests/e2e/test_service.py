@@ -259,3 +259,33 @@ def status_of(pid: int) -> str:
         return Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return "State:\tZ"
+
+
+WATCHED = """
+import os, runpy, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Watch())
+runpy.run_module(sys.argv.pop(1), run_name="__main__")
+"""
+"""Runs a service until it imports torch, which reads the policy then and never again."""
+
+
+@pytest.mark.parametrize("policy", [None, "ACTIVE"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "draft"])
+def test_a_worker_that_waits_leaves_cores_to_others_unless_told_otherwise(
+    role: str, policy: str | None, nats_server: str
+) -> None:
+    model = "dummy:llama-3.2-1b"
+    flags = [f"--nats-url={nats_server}", f"--model={model}", "--http-port=0"]
+    flags += [f"--draft-model={model}"] if role == "draft" else []
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
+    command = [sys.executable, "-c", WATCHED, f"services.{role}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.strip() == (policy or "PASSIVE"), done.stderr

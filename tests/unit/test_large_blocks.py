@@ -170,6 +170,7 @@ def test_copies_out_of_a_gpu_are_made_in_turn(stage: HostStage, memory: np.ndarr
         into = [threads.submit(stage.groups[0].write, blocks, CopyIn(memory, blocks, sums[0])) for _ in range(2)]
         assert [one.result(30) for one in into] == [NUM_BLOCKS, NUM_BLOCKS]
     assert sums[0] == sums[1] and most == {"read": 1, "write": 2}
+    stage.pinned.unpin(memory.ctypes.data)  # or the next memory at this address can't be pinned
 
 
 @pytest.mark.usefixtures("pinned")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -122,8 +121,6 @@ def _cpu_runner(
     blocks: Sequence[NDArray[np.uint8]],
     on_progress: Callable[[int, int], None] | None,
 ) -> Runner:
-    # Threads that wait by spinning slow a machine with more workers than cores tenfold and more; it is read at import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     from common.engine.layer_group import LayerGroup
@@ -160,7 +157,6 @@ def _device_runner(
     *,
     drafts: bool,
 ) -> Runner:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     from common.engine.gpu.memory import measured_kv_room, new_groups, room_beside_tables, workspace_bytes
