@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from common.models.families.gguf import Q_BIAS, Q_NORM
 from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES, reader_of
 from common.models.families.wrappers import unwrapped
 from common.models.fields import Fields
@@ -32,9 +33,11 @@ _EDGE_BYTES = 1 << 20
 _NUM_PIECES, _PIECE_BYTES = 256, 1 << 12
 _TELLING = {
     "phi3": ("rope_factors_short.weight", "rope_factors_long.weight"),
-    "glm4": ("model.layers.0.self_attn.q_proj.bias",),
+    "glm4": (Q_BIAS,),
+    "glm4moe": (Q_BIAS, f"{Q_NORM}.weight"),
+    "seed_oss": (Q_BIAS,),
 }
-"""Tensors of a GGUF architecture that say what its metadata do not: LongRoPE's factors, and whether there are biases."""
+"""Tensors of a GGUF architecture that say what its metadata do not: LongRoPE's factors, whether there are biases, norms."""
 
 
 def load_config(files: ModelFiles) -> ModelConfig:

@@ -29,18 +29,31 @@ _O200K_RULE = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Of tiktoken's o200k_base."""
+_TEKKEN_RULE = (
+    f"{_CASED}{_UPPER}*{_LOWER}+|{_CASED}{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of Mistral's models since Nemo."""
+_SEED_RULE = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-_GPT2 = {"gpt-2", "default", "phi-2", "jina-en", "olmo", "dbrx-gpt2"}
+_GPT2 = {"gpt-2", "default", "phi-2", "jina-en", "olmo", "dbrx-gpt2", "exaone4"}
 _DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 _LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"}
-_O200K = {"gpt-4o"}
+_GLM4 = {"glm4", "chatglm-bpe"}
+_O200K = {"gpt-4o", "llama4"}
+_TEKKEN = {"tekken"}
+_SEED = {"seed-coder"}
 _QWEN2 = {"qwen2", "deepseek-r1-qwen", "stablelm2"}
 
 _PATTERNS = {
-    **dict.fromkeys(_LLAMA3, _LLAMA3_RULE),
+    **dict.fromkeys(_LLAMA3 | _GLM4, _LLAMA3_RULE),
     **dict.fromkeys(_QWEN2, _QWEN2_RULE),
     **dict.fromkeys(_O200K, _O200K_RULE),
+    **dict.fromkeys(_TEKKEN, _TEKKEN_RULE),
+    **dict.fromkeys(_SEED, _SEED_RULE),
 }
+_WHOLE_WORDS = _LLAMA3 | _TEKKEN
+"""A word that is a token is not made of others, and text begins with BOS where the file does not say whether it does."""
 
 
 def build(metadata: dict[str, Any]) -> tuple[Tokenizer, bool]:
@@ -62,7 +75,7 @@ def build(metadata: dict[str, Any]) -> tuple[Tokenizer, bool]:
     _add_specials(backend, metadata, tokens)
     begins_with_bos = metadata.get("tokenizer.ggml.add_bos_token")
     if begins_with_bos is None:
-        begins_with_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3
+        begins_with_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     return backend, bool(begins_with_bos)
 
 
@@ -73,7 +86,7 @@ def _byte_level(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokeniz
         raise ConfigError("the GGUF file's tokenizer.ggml.merges are damaged")
     merges = [(left, right) for left, right in pairs]
     try:
-        backend = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in _LLAMA3))
+        backend = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in _WHOLE_WORDS))
     except Exception as error:  # the library raises plain Exception for a merge that is not in the vocabulary
         raise ConfigError(f"the GGUF file's tokenizer is damaged: {error}") from error
     if rule in _GPT2:

@@ -31,6 +31,13 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "glm4": "glm4",
     "granite": "granite",
+    "granitemoehybrid": "granite",
+    "glm4_moe": "glm4moe",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone4": "exaone4",
+    "seed_oss": "seed_oss",
+    "ministral3": "mistral3",
     "olmoe": "olmoe",
     "gpt_oss": "gpt-oss",
 }
@@ -60,15 +67,22 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.gate.": "ffn_gate_inp.",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "shared_mlp.output_linear": "ffn_down",
 }
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-_PAIRED = ("llama", "smollm3", "granite")
+_PAIRED = ("llama", "smollm3", "granite", "mistral3")
 """Architectures whose Q and K rows are in llama.cpp's order."""
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 _ROLES = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
@@ -79,14 +93,15 @@ def write_model(
     *,
     experts: Type = Type.F32,
     extra: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
     parts: int = 1,
     file_type: int | None = None,
 ) -> ModelFiles:
-    """`model` in F32, its experts as `experts`. extra: further metadata below the architecture's prefix. parts: how many files
-    there are, says this one. file_type: llama.cpp's `llama_ftype`."""
+    """`model` in F32, its experts as `experts`. extra: further metadata below the architecture's prefix. tensors: further
+    ones. parts: how many files there are, says this one. file_type: llama.cpp's `llama_ftype`."""
     config = model.config
     model.save_pretrained(path.parent / f"{path.stem}-safetensors")
-    tensors = load_file(path.parent / f"{path.stem}-safetensors" / "model.safetensors")
+    own = load_file(path.parent / f"{path.stem}-safetensors" / "model.safetensors")
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     if file_type is not None:
@@ -95,7 +110,7 @@ def write_model(
         _add(writer, f"{architecture}.{key}", value)
     if parts > 1:
         _add(writer, "split.count", parts)
-    for name, values in _tensors(config, architecture, tensors).items():
+    for name, values in (_tensors(config, architecture, own) | (tensors or {})).items():
         if "_exps.weight" in name:
             writer.add_tensor(name, quantize(values, experts), raw_dtype=experts)
         else:
@@ -139,7 +154,8 @@ def _metadata(config: Any, architecture: str) -> dict[str, Any]:
     }
     if getattr(config, "sliding_window", None):
         found["attention.sliding_window"] = config.sliding_window
-    if count := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+    count = next((n for key in _COUNTS if (n := getattr(config, key, None))), None)
+    if count and config.model_type != "granitemoehybrid":
         found |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
     match architecture:
         case "gemma2":
@@ -149,6 +165,29 @@ def _metadata(config: Any, architecture: str) -> dict[str, Any]:
         case "granite":
             found |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
             found |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
+            if config.model_type == "granitemoehybrid":
+                found["feed_forward_length"] = config.shared_intermediate_size
+                found["attention.head_count_kv"] = [config.num_key_value_heads] * config.num_hidden_layers
+                found["expert_shared_feed_forward_length"] = config.shared_intermediate_size
+                found["rope.scaling.finetuned"] = config.position_embedding_type == "rope"
+                found |= {"ssm.conv_kernel": config.mamba_d_conv, "ssm.state_size": config.mamba_d_state}
+        case "glm4moe":
+            found |= {"expert_feed_forward_length": config.moe_intermediate_size, "expert_gating_func": 2}
+            found |= {"expert_shared_count": config.n_shared_experts, "nextn_predict_layers": 0}
+            found |= {"leading_dense_block_count": config.first_k_dense_replace}
+            found |= {"expert_weights_scale": config.routed_scaling_factor, "expert_weights_norm": config.norm_topk_prob}
+            found["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * head)
+        case "ernie4_5-moe":
+            found |= {"expert_used_count": config.moe_k, "expert_feed_forward_length": config.moe_intermediate_size}
+            found |= {"expert_shared_count": config.moe_num_shared_experts}
+            found |= {"leading_dense_block_count": config.moe_layer_start_index}
+            found |= {"interleave_moe_layer_step": config.moe_layer_interval}
+        case "exaone4" if config.sliding_window:
+            found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
+        case "mistral3":
+            found |= {"attention.temperature_scale": rope["llama_4_scaling_beta"]}
+            found |= {"rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"]}
+            found |= {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
         case "qwen3moe":
             found["expert_feed_forward_length"] = config.moe_intermediate_size
         case "gpt-oss":
@@ -179,6 +218,11 @@ def _tensors(config: Any, architecture: str, tensors: dict[str, np.ndarray]) -> 
         if match := _EXPERT.fullmatch(name):
             stacks.setdefault(f"blk.{match[1]}.ffn_{_ROLES[match[3]]}_exps.weight", {})[int(match[2])] = values
             continue
+        if name.endswith("shared_mlp.input_linear.weight"):
+            layer = name.split(".")[2]
+            halves = np.split(values, 2)
+            found |= {f"blk.{layer}.ffn_{role}.weight": half for role, half in zip(("gate", "up"), halves, strict=True)}
+            continue
         if ".mlp.experts." in name:
             found |= _gpt_oss(name, values)
             continue
@@ -200,11 +244,11 @@ def _name(name: str, architecture: str) -> str:
         return _OUTSIDE[name]
     _, _, layer, part = name.split(".", 3)
     parts = _PARTS
-    if architecture in ("gemma2", "gemma3", "olmo2"):
+    if architecture in ("gemma2", "gemma3", "olmo2", "exaone4"):
         parts = _PARTS | _SANDWICH
     if architecture == "glm4":
         parts = _PARTS | _AROUND
-    if architecture == "gpt-oss":
+    if architecture in ("gpt-oss", "glm4moe", "seed_oss"):
         parts = _PARTS | {"post_attention_layernorm.weight": "post_attention_norm.weight"}
     found, new = next((old, new) for old, new in parts.items() if part.startswith(old))
     return f"blk.{layer}.{new}{part.removeprefix(found)}"

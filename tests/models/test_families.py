@@ -76,7 +76,8 @@ def test_a_key_that_nobody_reads_is_an_error_that_names_it(family: str) -> None:
 
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_a_key_of_gguf_metadata_that_nobody_reads_is_an_error(family: str) -> None:
-    experts = {"expert_count": 4, "expert_used_count": 2} if family in ("qwen3moe", "gpt-oss", "olmoe") else {}
+    sparse = ("qwen3moe", "gpt-oss", "olmoe", "glm4moe", "ernie4_5-moe")
+    experts = {"expert_count": 4, "expert_used_count": 2} if family in sparse else {}
     gguf(family, **experts)
     with pytest.raises(ConfigError, match="clamp_kqv"):
         gguf(family, **{"attention.clamp_kqv": 8.0}, **experts)

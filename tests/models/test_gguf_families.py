@@ -17,6 +17,7 @@ from common.models.registry import open_weights
 from common.models.spec import ExpertsSpec
 from common.models.weights.base import WeightLoader
 from common.models.weights.experts import take_experts
+from common.models.weights.inventory import take_inventory
 from common.ops import backend
 from common.protocol.errors import ConfigError
 from tests.models.driver import Request, open_runner, run
@@ -30,6 +31,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {}, {}),
     "gemma": ("gemma", {}, {}),
     "granite": ("granite", {"attention_bias": False}, {}),
+    "granite4": ("granite4", {}, {}),
+    "granite4-without-positions": ("granite4", {"position_embedding_type": None}, {}),
+    "glm4-moe": ("glm4-moe", {}, {}),
+    "glm4-moe-without-norms": ("glm4-moe", {"use_qk_norm": False, "attention_bias": False}, {}),
+    "ernie4.5": ("ernie4.5", {}, {}),
+    "ernie4.5-moe": ("ernie4.5-moe", {"moe_layer_end_index": -1}, {}),
+    "ernie4.5-moe-every-other": ("ernie4.5-moe", {"moe_layer_end_index": -1, "moe_layer_interval": 2}, {}),
+    "exaone4": ("exaone4", {}, {}),
+    "exaone4-without-windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, {}),
+    "seed-oss": ("seed-oss", {}, {}),
+    "seed-oss-without-biases": ("seed-oss", {"attention_bias": False}, {}),
+    "ministral3": ("ministral3", {}, {}),
     "olmoe": ("olmoe", {}, {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}, {}),
     "gemma3": (
@@ -70,6 +83,26 @@ def test_longrope_comes_as_tensors(tmp_path: Path) -> None:
     assert output == greedy_choices(model, prompt, output)
     with pytest.raises(ConfigError, match="8 pairs of dimensions"):
         load_config(write_model(tmp_path / "other.gguf", model, extra={"rope.dimension_count": 16}))
+
+
+def test_layers_that_only_draft_are_passed_over(tmp_path: Path) -> None:
+    model = build("glm4-moe")
+    further = {f"blk.3.{name}.weight": np.ones(64, np.float32) for name in ("attn_norm", "nextn.enorm", "nextn.hnorm")}
+    extra = {"block_count": 4, "nextn_predict_layers": 1}
+    files = write_model(tmp_path / "model.gguf", model, extra=extra, tensors=further)
+    assert load_config(files).num_layers == 3
+    without = write_model(tmp_path / "without.gguf", model)
+    assert take_inventory(files, load_config(files)) == take_inventory(without, load_config(without))
+    prompt = oracle_prompt()[:40]
+    output = run(open_runner(files), [Request(prompt, 8)])[0]
+    assert output == greedy_choices(model, prompt, output)
+    with pytest.raises(ConfigError, match="nextn_predict_layers"):
+        load_config(write_model(tmp_path / "none.gguf", model, extra={"nextn_predict_layers": 3}))
+
+
+def test_heads_of_kv_that_differ_by_layer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="head_count_kv in the GGUF metadata must be the same"):
+        load_config(write_model(tmp_path / "model.gguf", build("granite4"), extra={"attention.head_count_kv": [2, 4]}))
 
 
 def _round_experts(model: Any, kind: Type) -> None:

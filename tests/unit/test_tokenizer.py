@@ -17,6 +17,7 @@ from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 from common.text.bundle import TextBundle, load_bundle
+from common.text.gguf_tokenizer import build
 from common.text.grammar import GrammarCompiler
 from common.text.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.cpu_cost import costs_at_most
@@ -203,6 +204,10 @@ class TestOtherGgufVocabularies:
             ("llama-bpe", ["123", "456", "7"]),
             ("qwen2", list("1234567")),
             ("gpt-4o", ["123", "456", "7"]),
+            ("glm4", ["123", "456", "7"]),
+            ("tekken", list("1234567")),
+            ("seed-coder", list("1234567")),
+            ("exaone4", ["1234567"]),
         ],
     )
     def test_rules_of_published_models(self, tmp_path: Path, pre: str, digits: list[str]) -> None:
@@ -212,9 +217,25 @@ class TestOtherGgufVocabularies:
             assert ours.decode(ours.encode(text)) == text
         assert ours.encode("1234567") == [token for part in digits for token in ours.encode(part)]
         begins_with_bos = ours.encode("a", add_special=True)[0] == ours.bos_id
-        assert begins_with_bos == (pre == "llama-bpe")
+        assert begins_with_bos == (pre in ("llama-bpe", "tekken"))
         if pre == "qwen2":
             assert ours.encode("e\u0301") == ours.encode("é"), "Qwen normalizes to NFC"
+
+    @pytest.mark.parametrize(
+        ("pre", "words"),
+        [
+            ("tekken", ["can", "'t", " Penstock", "Ünïcode", "HTTPServer", " x", "=(", "1", "2", ")/\n\n", " ", " end"]),
+            ("gpt-4o", ["can't", " Penstock", "Ünïcode", "HTTPServer", " x", "=(", "12", ")/\n\n", " ", " end"]),
+            ("glm4", ["can", "'t", " PenstockÜnïcodeHTTPServer", " x", "=(", "12", ")/\n\n", " ", " end"]),
+            ("seed-coder", ["can", "'t", " PenstockÜnïcodeHTTPServer", " x", "=(", "1", "2", ")/", "\n\n", " ", " end"]),
+        ],
+    )
+    def test_words_are_cut_as_the_models_authors_cut_them(self, pre: str, words: list[str]) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": alphabet, "tokenizer.ggml.pre": pre}
+        backend, _ = build({**metadata, "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": [1] * 256})
+        found = backend.pre_tokenizer.pre_tokenize_str("can't PenstockÜnïcodeHTTPServer x=(12)/\n\n  end")
+        assert [decoders.ByteLevel().decode([word]) for word, _ in found] == words
 
     def test_sentencepiece(self, tmp_path: Path) -> None:
         backend = trained_sentencepiece()

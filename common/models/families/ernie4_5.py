@@ -6,8 +6,9 @@ from __future__ import annotations
 import msgspec
 
 from common.models.families.common import SHARED_EXPERTS, read_attention, read_model, read_rope, read_silu_mlp
+from common.models.families.gguf import EXPERTS, gguf_attention, gguf_experts, gguf_mlp, gguf_model, gguf_shared_size
 from common.models.fields import Fields
-from common.models.spec import AttentionSpec, ExpertsSpec, LayerSpec, ModelSpec, RouterSpec, WeightNames
+from common.models.spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, ModelSpec, RouterSpec, WeightNames
 
 _HEAD_DIM, _THETA = 128, 500_000.0
 _NAMES: WeightNames = msgspec.structs.replace(
@@ -49,3 +50,26 @@ def with_experts(fields: Fields) -> ModelSpec:
 def _mixer(fields: Fields, bias: bool, *, head_dim: int | None = None) -> AttentionSpec:
     rope = msgspec.structs.replace(read_rope(fields, theta=_THETA), interleaved=True)
     return read_attention(fields, rope, head_dim=head_dim, qkv_bias=bias, output_bias=bias)
+
+
+def from_gguf(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    layer = LayerSpec(mixer=_gguf_mixer(fields), mlp=gguf_mlp(fields))
+    return gguf_model(fields, "ernie4_5", [layer] * fields.size("block_count"))
+
+
+def experts_from_gguf(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    router = RouterSpec(num_experts=1, top_k=1, renormalise=True, choice_bias=True)
+    experts = gguf_experts(fields, router, shared_size=gguf_shared_size(fields))
+    mixer, dense = _gguf_mixer(fields), DenseSpec(intermediate_size=fields.size("feed_forward_length"))
+    first, step = fields.not_negative("leading_dense_block_count", 0), fields.size("interleave_moe_layer_step", 1)
+    sparse = [first <= layer and not (layer + 1) % step for layer in range(fields.size("block_count"))]
+    layers = [LayerSpec(mixer=mixer, mlp=experts if one else dense) for one in sparse]
+    return gguf_model(fields, "ernie4_5_moe", layers, names=EXPERTS)
+
+
+def _gguf_mixer(fields: Fields) -> AttentionSpec:
+    mixer = gguf_attention(fields)
+    assert mixer.rope is not None
+    return msgspec.structs.replace(mixer, rope=msgspec.structs.replace(mixer.rope, interleaved=True))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp, read_window, read_windows
+from common.models.families.gguf import POST_NORMS, gguf_attention, gguf_mlp, gguf_model, gguf_windows
 from common.models.families.olmo2 import NAMES
 from common.models.fields import Fields
 from common.models.spec import LayerSpec, ModelSpec
@@ -40,3 +43,18 @@ def _kinds(fields: Fields, window: int) -> list[str]:
         period = fields.size("sliding_window_pattern", _PERIOD)
         local = [bool((layer + 1) % period) for layer in range(layers)]
     return ["sliding_attention" if one else "full_attention" for one in local]
+
+
+def from_gguf(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    mixer, mlp = gguf_attention(fields, qk_norm="head"), gguf_mlp(fields)
+    windows = gguf_windows(fields, _PERIOD)
+    layers = [
+        LayerSpec(
+            mixer=msgspec.structs.replace(mixer, window=one, rope=mixer.rope if one or not any(windows) else None),
+            mlp=mlp,
+            norms="post",
+        )
+        for one in windows
+    ]
+    return gguf_model(fields, "exaone4", layers, names=POST_NORMS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from common.models.families.common import all_but_every, check_yarn, extended_context
+from common.models.families.common import SHARED_EXPERTS, all_but_every, check_yarn, extended_context
 from common.models.families.harmless import GGUF, GGUF_DEFAULTS
 from common.models.fields import Fields
 from common.models.spec import (
@@ -33,6 +33,13 @@ SANDWICH_NORMS = WeightNames(
         mixer_norms=("input_layernorm", "post_attention_norm"), mlp_norms=("post_attention_layernorm", "post_ffw_norm")
     )
 )
+EXPERTS: WeightNames = msgspec.structs.replace(
+    SHARED_EXPERTS, layer=msgspec.structs.replace(SHARED_EXPERTS.layer, choice_bias="exp_probs_b.bias")
+)
+"""Of models whose experts are chosen by a bias of each, beside one that every token visits."""
+Q_BIAS, Q_NORM = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.q_norm"
+"""Tensors that `fields` has under these names if they are there (`config._TELLING`): no metadata say so."""
+SIGMOID = 2
 _SOFTMAX = 1
 _TYPES: dict[str, RopeType] = {"none": "default", "linear": "linear", "yarn": "yarn"}
 
@@ -57,13 +64,23 @@ def gguf_attention(fields: Fields, *, rope: RopeSpec | None = None, partial: boo
         raise ConfigError("heads of different sizes for K and V are not supported")
     spec = AttentionSpec(
         num_heads=num_heads,
-        num_kv_heads=fields.size("attention.head_count_kv", num_heads),
+        num_kv_heads=_kv_heads(fields, num_heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
         window=gguf_window(fields),
         rope=msgspec.structs.replace(rope, dims=rotated % head_dim),
     )
     return msgspec.structs.replace(spec, **others)
+
+
+def _kv_heads(fields: Fields, default: int) -> int:
+    """:raises ConfigError: if it is another number in another layer."""
+    found = fields.get("attention.head_count_kv", default)
+    if not isinstance(found, list):
+        return fields.size("attention.head_count_kv", default)
+    if not found or any(one != found[0] for one in found):
+        raise ConfigError(f"attention.head_count_kv in {fields.where} must be the same for all layers")
+    return Fields({"attention.head_count_kv": found[0]}, fields.where).size("attention.head_count_kv")
 
 
 def gguf_window(fields: Fields, default: int = 0) -> int:
@@ -144,6 +161,13 @@ def gguf_experts(fields: Fields, router: RouterSpec, *, gating: int = _SOFTMAX, 
     )
     middle = fields.size("expert_feed_forward_length", fields.get("feed_forward_length"))
     return ExpertsSpec(router=router, intermediate_size=middle, **others)
+
+
+def gguf_shared_size(fields: Fields) -> int:
+    """Return the size of the expert that every token visits; 0 for none."""
+    fields.get("expert_shared_feed_forward_length")  # of some converters only: this times how many there are
+    count = int(fields.not_negative("expert_shared_count", 0))
+    return count * fields.size("expert_feed_forward_length") if count else 0
 
 
 def gguf_model(fields: Fields, architecture: str, layers: list[LayerSpec], **others: Any) -> ModelSpec:

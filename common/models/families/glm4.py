@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
-from common.models.families.gguf import SANDWICH_NORMS, gguf_attention, gguf_mlp, gguf_model
+from common.models.families.gguf import Q_BIAS, SANDWICH_NORMS, gguf_attention, gguf_mlp, gguf_model
 from common.models.fields import Fields
 from common.models.spec import LayerNames, LayerSpec, ModelSpec, WeightNames
 
@@ -20,8 +20,6 @@ _GGUF_NAMES = msgspec.structs.replace(
     SANDWICH_NORMS, layer=msgspec.structs.replace(SANDWICH_NORMS.layer, gate_up=("mlp.up_proj",))
 )
 _HEAD_DIM, _ROTATED = 128, 0.5
-_BIAS = "model.layers.0.self_attn.q_proj.bias"
-"""A tensor that `fields` has under its name, if it is there: GGUF's metadata do not say so, and the 32B model has no biases."""
 
 
 def from_json(fields: Fields) -> ModelSpec:
@@ -36,7 +34,7 @@ def from_json(fields: Fields) -> ModelSpec:
 
 def from_gguf(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
-    mixer = gguf_attention(fields, partial=True, qkv_bias=bool(fields.numbers(_BIAS)))
+    mixer = gguf_attention(fields, partial=True, qkv_bias=bool(fields.numbers(Q_BIAS)))  # 32B has none
     assert mixer.rope is not None
     rope = msgspec.structs.replace(mixer.rope, interleaved=True)
     layer = LayerSpec(mixer=msgspec.structs.replace(mixer, rope=rope), mlp=gguf_mlp(fields), norms="sandwich")

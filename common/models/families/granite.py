@@ -57,10 +57,17 @@ def _from_json(fields: Fields, architecture: str, rope: RopeSpec | None, mlp: De
 
 
 def from_gguf(fields: Fields) -> ModelSpec:
-    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    """Files of Granite 4 without Mamba and experts say that they are this, too, with fields of layers that there are none of.
+
+    :raises ConfigError: if a field is missing, wrong or unknown.
+    """
+    for name in [name for name in fields.data if name.startswith("ssm.")]:
+        fields.get(name)
+    fields.get("expert_shared_feed_forward_length")
     mixer = gguf_attention(fields)
-    scale = fields.positive("attention.scale", mixer.scale)
-    layer = LayerSpec(mixer=msgspec.structs.replace(mixer, scale=scale), mlp=gguf_mlp(fields))
+    scale, rotates = fields.positive("attention.scale", mixer.scale), fields.flag("rope.scaling.finetuned", True)
+    mixer = msgspec.structs.replace(mixer, scale=scale, rope=mixer.rope if rotates else None)
+    layer = LayerSpec(mixer=mixer, mlp=gguf_mlp(fields))
     embedding, added, logits = (_factor(fields, name) for name in _GGUF_FACTORS)
     spec = gguf_model(fields, "granite", [layer] * fields.size("block_count"), names=PAIRED)
     return _scaled(spec, embedding, added, logits)

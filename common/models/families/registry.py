@@ -82,7 +82,13 @@ GGUF_FAMILIES: dict[str, Reader] = {
     "olmo2": olmo3.from_gguf,
     "smollm3": smollm3.from_gguf,
     "glm4": glm4.from_gguf,
+    "glm4moe": glm4_moe.from_gguf,
     "granite": granite.from_gguf,
+    "ernie4_5": ernie4_5.from_gguf,
+    "ernie4_5-moe": ernie4_5.experts_from_gguf,
+    "exaone4": exaone4.from_gguf,
+    "seed_oss": seed_oss.from_gguf,
+    "mistral3": ministral3.from_gguf,
     "olmoe": olmoe.from_gguf,
     "gpt-oss": gpt_oss.from_gguf,
 }

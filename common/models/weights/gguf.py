@@ -24,7 +24,7 @@ from common.models.config import ModelConfig
 from common.models.formats.gguf import can_group_blocks, groups_of_blocks
 from common.models.formats.groups import Groups
 from common.models.weights.gguf_blocks import can_dequantise, dequantise_blocks
-from common.models.weights.gguf_tensors import map_file, read_tensors
+from common.models.weights.gguf_tensors import map_file, read_tensors, without_layers
 from common.models.weights.source import WeightsError
 from common.models.weights.upload import Upload
 
@@ -49,7 +49,7 @@ class GgufWeights:
         self._config = config
         self.holds_fp8 = False
         data = map_file(path)
-        self._tensors = read_tensors(path, data)
+        self._tensors = without_layers(read_tensors(path, data), config.drafting)
         with warnings.catch_warnings():  # here, not in `read`: it is for the whole process and all its threads
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
             self._data = torch.from_numpy(data)

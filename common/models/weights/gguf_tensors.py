@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _EXPERT_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -81,8 +84,14 @@ def read_tensors(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> dict[
         if match := _STACKED.fullmatch(name):
             named |= _experts(match[1], _EXPERT_NAMES[match[2]], match[3], tensor)
         else:
-            named[hugging_face_name(name)] = tensor
+            named[hugging_face_name(name)] = _without_rows_of_one(tensor)
     return named
+
+
+def without_layers(tensors: Mapping[str, GgufTensor], layers: range) -> dict[str, GgufTensor]:
+    """Return the tensors but those of these layers."""
+    prefixes = tuple(prefix for layer in layers for prefix in (f"model.layers.{layer}.", f"blk.{layer}."))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
 
 
 def read_types(path: Path) -> dict[str, str]:
@@ -107,6 +116,13 @@ def read_floats(path: Path, names: Collection[str]) -> dict[str, list[float]]:
             raise InvalidGguf(f"{path}: {name} is {tensor.kind.name}; F32 was expected")
         found[name] = np.frombuffer(data[tensor.offset : tensor.offset + tensor.num_bytes].tobytes(), np.float32).tolist()
     return found
+
+
+def _without_rows_of_one(tensor: GgufTensor) -> GgufTensor:
+    """A matrix of one row is a vector, as it is in files that llama.cpp itself wrote; converters keep the row."""
+    if len(tensor.shape) != 2 or tensor.shape[0] != 1:
+        return tensor
+    return msgspec.structs.replace(tensor, shape=tensor.shape[1:])
 
 
 def _experts(layer: str, name: str, last: str, tensor: GgufTensor) -> dict[str, GgufTensor]:

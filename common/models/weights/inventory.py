@@ -19,7 +19,7 @@ from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
 from common.models.weights.files import is_first, is_mtp, read_index, weight_files
 from common.models.weights.gguf_metadata import read_metadata
-from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
+from common.models.weights.gguf_tensors import check_type, map_file, read_tensors, without_layers
 from common.models.weights.gguf_values import check_gguf_values
 from common.models.weights.offsets import check_offsets
 from common.models.weights.required import FLOATS, FP8, check_tensors
@@ -49,7 +49,7 @@ def take_inventory(
     if files.format == "dummy":
         return _counted(decoder_shapes(config), config, files.path)
     if files.format == "gguf":
-        shapes = _gguf_shapes(files.path)
+        shapes = _gguf_shapes(files.path, config.drafting)
         embedding = shapes.get(f"{config.names.embedding}.weight")
         counted = _counted(shapes, config, files.path)
         check_tensors(({f"{config.names.head}.weight": embedding} if embedding else {}) | shapes, config, {})
@@ -86,7 +86,8 @@ def _counted(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, path: P
     return Inventory(tables, sum(map(math.prod, shapes.values())) - tables)
 
 
-def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _gguf_shapes(path: Path, drafting: range) -> dict[str, tuple[int, ...]]:
+    """drafting: layers that are passed over."""
     if (parts := read_metadata(path).get("split.count", 1)) != 1:
         hint = "llama.cpp's `llama-gguf-split --merge` makes one file of them"
         raise WeightsError(f"{path} is one of {parts} parts, and parts are not read: {hint}")
@@ -96,7 +97,7 @@ def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             check_type(kind)
         except WeightsError as error:
             raise WeightsError(f"{path}: {error}") from error
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    return {name: tensor.shape for name, tensor in without_layers(tensors, drafting).items()}
 
 
 class _Table:
