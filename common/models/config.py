@@ -16,6 +16,7 @@ from common.models.families.wrappers import unwrapped
 from common.models.fields import Fields
 from common.models.formats.beside import quantization_beside
 from common.models.formats.detect import detect, gguf_scheme
+from common.models.gguf_parts import gguf_parts
 from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import DUMMY_PREFIX
 from common.models.source import ModelFiles
@@ -48,7 +49,7 @@ def load_config(files: ModelFiles) -> ModelConfig:
     if files.format == "gguf":
         metadata = read_metadata(files.path)
         config = config_from_gguf(metadata | _told_by_tensors(files.path, metadata))
-        weights = [files.path]
+        weights = gguf_parts(files.path)
     else:
         weights = weight_files(files.path)
         data = _read_config(files.path / "config.json")

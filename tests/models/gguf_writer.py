@@ -13,6 +13,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from gguf.quants import quantize
 from safetensors.numpy import load_file
 
+from common.models.naming import model_name
 from common.models.source import ModelFiles
 
 ARCHITECTURES = {
@@ -94,22 +95,21 @@ def write_model(
     experts: Type = Type.F32,
     extra: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
-    parts: int = 1,
+    tensors_of_a_part: int = 0,
+    small_first_part: bool = False,
     file_type: int | None = None,
 ) -> ModelFiles:
     """`model` in F32, its experts as `experts`. extra: further metadata below the architecture's prefix. tensors: further
-    ones. parts: how many files there are, says this one. file_type: llama.cpp's `llama_ftype`."""
+    ones. tensors_of_a_part: at most; 0 for one file. small_first_part: of no tensors. file_type: llama.cpp's `ftype`."""
     config = model.config
     model.save_pretrained(path.parent / f"{path.stem}-safetensors")
     own = load_file(path.parent / f"{path.stem}-safetensors" / "model.safetensors")
     architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_of_a_part, small_first_shard=small_first_part)
     if file_type is not None:
         writer.add_file_type(file_type)
     for key, value in (_metadata(config, architecture) | (extra or {})).items():
         _add(writer, f"{architecture}.{key}", value)
-    if parts > 1:
-        _add(writer, "split.count", parts)
     for name, values in (_tensors(config, architecture, own) | (tensors or {})).items():
         if "_exps.weight" in name:
             writer.add_tensor(name, quantize(values, experts), raw_dtype=experts)
@@ -119,7 +119,9 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return ModelFiles(name=path.stem, format="gguf", path=path)
+    if tensors_of_a_part:
+        path = min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+    return ModelFiles(name=model_name(str(path)), format="gguf", path=path)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

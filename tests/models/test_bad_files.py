@@ -24,6 +24,7 @@ from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import WeightsError
+from common.models.weights.gguf import GgufWeights
 from common.models.weights.gguf_values import _any_wrong, _has_scales
 from common.models.weights.inventory import take_inventory
 from common.protocol.errors import ConfigError
@@ -251,10 +252,24 @@ def test_gguf_cut_in_any_section_is_refused(tmp_path: Path) -> None:
             inspect(files)
 
 
-def test_a_part_of_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
-    files = write_model(tmp_path / "model-00001-of-00003.gguf", build("qwen3"), parts=3)
-    with pytest.raises(WeightsError, match="is one of 3 parts"):
+def test_parts_of_a_gguf_file_that_were_renamed_are_refused(tmp_path: Path) -> None:
+    files = write_model(tmp_path / "model.gguf", build("qwen3"), tensors_of_a_part=9)
+    inspect(files)
+    second, third = (tmp_path / f"model-0000{number}-of-00003.gguf" for number in (2, 3))
+    second.rename(tmp_path / "other")
+    third.rename(second)
+    (tmp_path / "other").rename(third)
+    with pytest.raises(WeightsError, match=r"model-00002-of-00003\.gguf is part 3 of 3 by its metadata"):
         inspect(files)
+    alone = files.path.rename(tmp_path / "alone.gguf")
+    with pytest.raises(WeightsError, match=r"is part 1 of 3 by its metadata: parts are named …-00001-of-00003\.gguf"):
+        inspect(ModelFiles(name="alone", format="gguf", path=alone))
+    (tmp_path / "model-00001-of-00002.gguf").write_bytes(alone.read_bytes())
+    (tmp_path / "model-00002-of-00002.gguf").write_bytes(alone.read_bytes())
+    with pytest.raises(WeightsError, match=r"part 1 of 3"):
+        inspect(ModelFiles(name="twice", format="gguf", path=tmp_path / "model-00001-of-00002.gguf"))
+    with pytest.raises(ConfigError, match="which a part before it has, too"):
+        GgufWeights(tmp_path / "model-00001-of-00002.gguf", load_config(write_model(tmp_path / "whole.gguf", build("qwen3"))))
 
 
 def test_gguf_without_a_tensor_or_with_another_shape_is_refused(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from gguf.quants import dequantize, quantize
 
 from common.models.config import load_config
 from common.models.registry import open_weights
+from common.models.source import resolve
 from common.models.spec import ExpertsSpec
 from common.models.weights.base import WeightLoader
 from common.models.weights.experts import take_experts
 from common.models.weights.inventory import take_inventory
 from common.ops import backend
-from common.protocol.errors import ConfigError
+from common.protocol.errors import ConfigError, UnknownModel
 from tests.models.driver import Request, open_runner, run
 from tests.models.gguf_writer import write_model
 from tests.models.oracles import build, greedy_choices, oracle_prompt
@@ -83,6 +84,39 @@ def test_longrope_comes_as_tensors(tmp_path: Path) -> None:
     assert output == greedy_choices(model, prompt, output)
     with pytest.raises(ConfigError, match="8 pairs of dimensions"):
         load_config(write_model(tmp_path / "other.gguf", model, extra={"rope.dimension_count": 16}))
+
+
+@pytest.mark.parametrize("small_first_part", [False, True])
+def test_a_model_in_parts_is_the_model_in_one_file(tmp_path: Path, small_first_part: bool) -> None:
+    model = build("gpt-oss", swiglu_limit=7.0)
+    _round_experts(model, Type.MXFP4)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    parts = write_model(
+        folder / "model.gguf", model, experts=Type.MXFP4, tensors_of_a_part=11, small_first_part=small_first_part
+    )
+    whole = write_model(tmp_path / "model.gguf", model, experts=Type.MXFP4)
+    assert len(list(folder.glob("*.gguf"))) >= 3
+    assert take_inventory(parts, load_config(parts)) == take_inventory(whole, load_config(whole))
+    prompt = oracle_prompt()[:40]
+    output = run(open_runner(parts), [Request(prompt, 8)])[0]
+    assert output == greedy_choices(model, prompt, output)
+    found = [resolve(str(path)) for path in (parts.path, folder)]
+    assert [(one.path, one.revision) for one in found] == [(parts.path, found[0].revision)] * 2
+    assert [one.name for one in found] == ["model", "parts"]
+    last = max(folder.glob("model-*.gguf"))
+    with pytest.raises(UnknownModel, match=r"name the first one, model-00001-of-"):
+        resolve(str(last))
+    identity = load_config(parts).identity
+    with last.open("r+b") as file:  # a weight
+        file.seek(-1, 2)
+        file.write(b"\x07")
+    assert resolve(str(folder)).revision != found[0].revision
+    assert load_config(parts).identity != identity
+    last.unlink()
+    for path in (parts.path, folder):
+        with pytest.raises(UnknownModel, match=f"lacks {last.name}"):
+            resolve(str(path))
 
 
 def test_layers_that_only_draft_are_passed_over(tmp_path: Path) -> None:

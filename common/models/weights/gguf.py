@@ -1,4 +1,4 @@
-"""Weights in a GGUF file: dequantised while loading, or, those of linears on a GPU, as they are stored.
+"""Weights in GGUF files: dequantised while loading, or, those of linears on a GPU, as they are stored.
 
 Two things of llama.cpp's are undone here, so that the decoder sees Hugging Face's tensors: names, and where
 `paired_rows` says so (the `llama` architecture) the order of rows in the Q and K projections (llama.cpp rotates neighbouring
@@ -24,7 +24,7 @@ from common.models.config import ModelConfig
 from common.models.formats.gguf import can_group_blocks, groups_of_blocks
 from common.models.formats.groups import Groups
 from common.models.weights.gguf_blocks import can_dequantise, dequantise_blocks
-from common.models.weights.gguf_tensors import map_file, read_tensors, without_layers
+from common.models.weights.gguf_tensors import bytes_of, map_files, read_tensors, without_layers
 from common.models.weights.source import WeightsError
 from common.models.weights.upload import Upload
 
@@ -40,19 +40,19 @@ _OF_METADATA = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 class GgufWeights:
-    """A `WeightSource` over a mapped file.
+    """A `WeightSource` over the mapped files of the model whose first file is `path`.
 
-    :raises InvalidGguf: if the file is damaged. :raises WeightsError: if it holds a tensor type that can't be dequantised.
+    :raises InvalidGguf: if a file is damaged. :raises WeightsError: if it holds a tensor type that can't be dequantised.
     """
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._config = config
         self.holds_fp8 = False
-        data = map_file(path)
-        self._tensors = without_layers(read_tensors(path, data), config.drafting)
+        files = map_files(path)
+        self._tensors = without_layers(read_tensors(path, files), config.drafting)
         with warnings.catch_warnings():  # here, not in `read`: it is for the whole process and all its threads
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
-            self._data = torch.from_numpy(data)
+            self._files = [torch.from_numpy(file) for file in files]
         for name in _OF_METADATA:
             self._tensors.pop(name, None)
         if embedding := self._tensors.get("model.embed_tokens.weight"):
@@ -66,8 +66,7 @@ class GgufWeights:
     def read_groups(self, name: str, upload: Upload) -> Groups:
         """:raises WeightsError: if scales are not finite."""
         tensor = self._tensors[name]
-        raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        found = groups_of_blocks(upload(raw), tensor.kind, tensor.shape)
+        found = groups_of_blocks(upload(bytes_of(tensor, self._files)), tensor.kind, tensor.shape)
         if not bool(found.scales.isfinite().all()):
             raise WeightsError(f"{name} holds a scale that is NaN or infinite")
         heads = self._permuted_heads(name)
@@ -79,8 +78,7 @@ class GgufWeights:
     def read(self, name: str, upload: Upload) -> torch.Tensor:
         """:raises WeightsError: if quantised weights are not finite."""
         tensor = self._tensors[name]
-        raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        values = dequantize(raw, tensor.kind, tensor.shape, upload)
+        values = dequantize(bytes_of(tensor, self._files), tensor.kind, tensor.shape, upload)
         # NaN and infinity stay what they are in a sum
         if tensor.kind not in _FLOATS and not bool(values.sum(dtype=torch.float32).isfinite()):
             raise WeightsError(f"{name} holds a scale that is NaN or infinite")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from common.models.gguf_parts import gguf_parts
 from common.models.weights.errors import WeightsError
 from common.models.weights.gguf_metadata import InvalidGguf
 
+T = TypeVar("T", bound=Any)
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -54,31 +56,55 @@ _DEFAULT_ALIGNMENT = 32
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """An entry of the tensor table. `shape` is row-major (GGUF stores it reversed); `offset` is from the file's start."""
+    """An entry of the tensor table. `shape` is row-major (GGUF stores it reversed); `offset` is from the file's start. `part`:
+    which of the model's files it is in."""
 
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     offset: int
     num_bytes: int
+    part: int = 0
 
 
-def map_file(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """:raises InvalidGguf: if it can't be read."""
+Mapped = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def map_files(path: Path) -> list[Mapped]:
+    """Map the files of the model whose first file is `path`.
+
+    :raises InvalidGguf: if one can't be read. :raises UnknownModel: if one is not there.
+    """
+    return [_map_file(part) for part in gguf_parts(path)]
+
+
+def _map_file(path: Path) -> Mapped:
     try:
         return np.memmap(path, np.uint8, mode="r")
     except (OSError, ValueError) as error:
         raise InvalidGguf(f"{path} can't be read as a GGUF file: {error}") from error
 
 
-def read_tensors(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> dict[str, GgufTensor]:
-    """Every tensor of the mapped file `path`, by its Hugging Face name.
+def bytes_of(tensor: GgufTensor, files: Sequence[T]) -> T:
+    """Return a tensor's bytes. files: the mapped ones, as arrays or tensors of uint8."""
+    return files[tensor.part][tensor.offset : tensor.offset + tensor.num_bytes]
 
-    :raises InvalidGguf: if the file is damaged or cut short. :raises WeightsError: if a tensor's type is unknown.
+
+def read_tensors(path: Path, files: Sequence[Mapped]) -> dict[str, GgufTensor]:
+    """Every tensor of the model whose first file is `path`, by its Hugging Face name. files: see `map_files`.
+
+    :raises InvalidGguf: if a file is damaged or cut short, or two have a tensor of the same name. :raises WeightsError: if a
+        tensor's type is unknown.
     """
-    try:
-        tensors = _TensorTable(data).read()
-    except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
-        raise InvalidGguf(f"{path} can't be read as a GGUF file: {error}") from error
+    tensors: dict[str, GgufTensor] = {}
+    for part, data in enumerate(files):
+        where = gguf_parts(path)[part]
+        try:
+            found = _TensorTable(data).read()
+        except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
+            raise InvalidGguf(f"{where} can't be read as a GGUF file: {error}") from error
+        if twice := tensors.keys() & found.keys():
+            raise InvalidGguf(f"{where} holds {min(twice)}, which a part before it has, too")
+        tensors |= {name: msgspec.structs.replace(tensor, part=part) for name, tensor in found.items()}
     named: dict[str, GgufTensor] = {}
     for name, tensor in tensors.items():
         if match := _STACKED.fullmatch(name):
@@ -99,7 +125,7 @@ def read_types(path: Path) -> dict[str, str]:
 
     :raises InvalidGguf, WeightsError: see `read_tensors`.
     """
-    return {name: tensor.kind.name for name, tensor in read_tensors(path, map_file(path)).items()}
+    return {name: tensor.kind.name for name, tensor in read_tensors(path, map_files(path)).items()}
 
 
 def read_floats(path: Path, names: Collection[str]) -> dict[str, list[float]]:
@@ -107,14 +133,14 @@ def read_floats(path: Path, names: Collection[str]) -> dict[str, list[float]]:
 
     :raises InvalidGguf: if the file is damaged, or one is of another type.
     """
-    data = map_file(path)
+    files = map_files(path)
     found: dict[str, list[float]] = {}
-    for name, tensor in read_tensors(path, data).items():
+    for name, tensor in read_tensors(path, files).items():
         if name not in names:
             continue
         if tensor.kind is not GGMLQuantizationType.F32:
             raise InvalidGguf(f"{path}: {name} is {tensor.kind.name}; F32 was expected")
-        found[name] = np.frombuffer(data[tensor.offset : tensor.offset + tensor.num_bytes].tobytes(), np.float32).tolist()
+        found[name] = np.frombuffer(bytes_of(tensor, files).tobytes(), np.float32).tolist()
     return found
 
 

@@ -6,6 +6,7 @@ whether it is finite is looked at: the upper byte of a float16 has its whole exp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import ROPE_FACTORS
-from common.models.weights.gguf_tensors import GgufTensor, map_file, read_tensors
+from common.models.weights.gguf_tensors import GgufTensor, Mapped, bytes_of, map_files, read_tensors
 
 _FLOAT16_SCALES: dict[Type, tuple[int, ...]] = {
     **dict.fromkeys((Type.Q4_0, Type.Q5_0, Type.Q8_0, Type.IQ4_NL, Type.IQ4_XS), (0,)),
@@ -41,28 +42,28 @@ _Bytes = NDArray[Any]
 
 
 def check_gguf_values(path: Path) -> None:
-    """Check the scales of every quantised tensor of the file.
+    """Check the scales of every quantised tensor of the model whose first file is `path`.
 
-    :raises InvalidGguf: if the file is damaged or cut short. :raises WeightsError: if a scale is NaN or infinite.
+    :raises InvalidGguf: if a file is damaged or cut short. :raises WeightsError: if a scale is NaN or infinite.
     """
-    data = map_file(path)
-    found = read_tensors(path, data)
+    files = map_files(path)
+    found = read_tensors(path, files)
     if (factors := found.get(ROPE_FACTORS)) is not None:
-        _check_factors(path, data, factors)
+        _check_factors(path, files, factors)
     tensors = {name: tensor for name, tensor in found.items() if _has_scales(tensor.kind)}
     with ThreadPoolExecutor(_THREADS) as threads:  # each waits for the disk by itself
-        wrong = threads.map(lambda tensor: _is_wrong(data, tensor), tensors.values())
+        wrong = threads.map(lambda tensor: _is_wrong(files, tensor), tensors.values())
         for name, is_wrong in zip(tensors, wrong, strict=True):
             if is_wrong:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise WeightsError(f"{path}: {name} holds a scale that is NaN or infinite")
 
 
-def _check_factors(path: Path, data: NDArray[Any], tensor: GgufTensor) -> None:
+def _check_factors(path: Path, files: Sequence[Mapped], tensor: GgufTensor) -> None:
     """:raises WeightsError: unless they are floats by which frequencies can be divided."""
     if (dtype := _FLOATS.get(tensor.kind)) is None:
         raise WeightsError(f"{path}: {ROPE_FACTORS} is {tensor.kind.name}; F32 was expected")
-    values = np.frombuffer(data[tensor.offset : tensor.offset + tensor.num_bytes].tobytes(), dtype)
+    values = np.frombuffer(bytes_of(tensor, files).tobytes(), dtype)
     if not (np.isfinite(values) & (values > 0)).all():
         raise WeightsError(f"{path}: {ROPE_FACTORS} holds a factor that is not above 0")
 
@@ -71,8 +72,8 @@ def _has_scales(kind: Type) -> bool:
     return kind in _FLOAT16_SCALES or kind in (Type.IQ1_M, Type.MXFP4)
 
 
-def _is_wrong(data: NDArray[Any], tensor: GgufTensor) -> bool:
-    blocks: _Bytes = data[tensor.offset : tensor.offset + tensor.num_bytes].reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
+def _is_wrong(files: Sequence[Mapped], tensor: GgufTensor) -> bool:
+    blocks: _Bytes = bytes_of(tensor, files).reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
     return any(_any_wrong(blocks[start : start + _AT_ONCE], tensor.kind) for start in range(0, len(blocks), _AT_ONCE))
 
 

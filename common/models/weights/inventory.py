@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,13 +13,14 @@ from safetensors import SafetensorError, safe_open
 
 from common.models.config import ModelConfig
 from common.models.families.wrappers import text_names
+from common.models.gguf_parts import gguf_parts
 from common.models.lfs import pointer_hint
 from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
 from common.models.weights.files import is_first, is_mtp, read_index, weight_files
 from common.models.weights.gguf_metadata import read_metadata
-from common.models.weights.gguf_tensors import check_type, map_file, read_tensors, without_layers
+from common.models.weights.gguf_tensors import check_type, map_files, read_tensors, without_layers
 from common.models.weights.gguf_values import check_gguf_values
 from common.models.weights.offsets import check_offsets
 from common.models.weights.required import FLOATS, FP8, check_tensors
@@ -88,16 +89,24 @@ def _counted(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, path: P
 
 def _gguf_shapes(path: Path, drafting: range) -> dict[str, tuple[int, ...]]:
     """drafting: layers that are passed over."""
-    if (parts := read_metadata(path).get("split.count", 1)) != 1:
-        hint = "llama.cpp's `llama-gguf-split --merge` makes one file of them"
-        raise WeightsError(f"{path} is one of {parts} parts, and parts are not read: {hint}")
-    tensors = read_tensors(path, map_file(path))
+    _check_parts(gguf_parts(path))
+    tensors = read_tensors(path, map_files(path))
     for kind in {tensor.kind for tensor in tensors.values()}:
         try:
             check_type(kind)
         except WeightsError as error:
             raise WeightsError(f"{path}: {error}") from error
     return {name: tensor.shape for name, tensor in without_layers(tensors, drafting).items()}
+
+
+def _check_parts(paths: Sequence[Path]) -> None:
+    """:raises WeightsError: if one says that it is another part than its name says."""
+    for number, path in enumerate(paths):
+        metadata = read_metadata(path)
+        found = metadata.get("split.no", 0), metadata.get("split.count", 0) or 1
+        if found != (number, len(paths)):
+            where = f"part {found[0] + 1} of {found[1]}"
+            raise WeightsError(f"{path} is {where} by its metadata: parts are named …-00001-of-{found[1]:05}.gguf and so on")
 
 
 class _Table:
