@@ -22,7 +22,7 @@ class PullFailed(UnknownModel):
 
 @contextmanager
 def reporting(folder: Path, total: int, report: Progress) -> Iterator[None]:
-    """Reports how much `folder` grows while the body runs: neither pip nor the hub client says so in a stable way. Files of
+    """Report how much `folder` grows while the body runs: neither pip nor the hub client says so in a stable way. Files of
     their own that come and go take nothing back."""
     before = _folder_bytes(folder)
     finished = threading.Event()

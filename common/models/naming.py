@@ -51,13 +51,18 @@ def hub_id(spec: str) -> re.Match[str] | None:
     return HUB_ID.fullmatch(spec)
 
 
+def hub_name(match: re.Match[str]) -> str:
+    """The name of the model that a Hugging Face id means: without the revision."""
+    return f"{match['repo']}:{match['label']}" if match["label"] else match["repo"]
+
+
 def model_name(spec: str) -> str:
     """The name of the model that `spec` (the setting `model`) means."""
     if spec.startswith(DUMMY_PREFIX):
         return spec
     path = local_path(spec)
     if (match := hub_id(spec)) and not path.exists():
-        return f"{match['repo']}:{match['label']}" if match["label"] else match["repo"]
+        return hub_name(match)
     absolute = Path(os.path.abspath(path))  # noqa: PTH100 — resolve() would follow links
     if is_gguf(absolute):
         part = GGUF_PART.fullmatch(absolute.stem)

@@ -30,7 +30,7 @@ import msgspec
 from common.models import hub
 from common.models.fetching import Progress, PullFailed, reporting
 from common.models.gguf_parts import gguf_parts
-from common.models.naming import DUMMY_PREFIX, GGUF_PART, expanded, hub_id, is_gguf, local_path, model_name
+from common.models.naming import DUMMY_PREFIX, GGUF_PART, expanded, hub_id, hub_name, is_gguf, local_path, model_name
 from common.models.pip_command import pip_command
 from common.models.shapes import SHAPES, folder_name, shape, write_model
 from common.protocol.errors import ConfigError, UnknownModel
@@ -236,11 +236,11 @@ def _hub_cached(match: re.Match[str]) -> ModelFiles | None:
     folder = hub.snapshot(match)
     if folder is None:
         return None
-    name = f"{match['repo']}:{match['label']}" if match["label"] else match["repo"]
+    name, revision = hub_name(match), folder.name
     if match["label"]:
         path = hub.find_gguf(folder, match["label"])
-        return path and ModelFiles(name=name, format="gguf", path=path, revision=folder.name)
-    return None if _folder_problem(folder) else ModelFiles(name=name, format="safetensors", path=folder, revision=folder.name)
+        return path and ModelFiles(name=name, format="gguf", path=path, revision=revision)
+    return None if _folder_problem(folder) else ModelFiles(name=name, format="safetensors", path=folder, revision=revision)
 
 
 # ── PyPI packages ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "granite": ("granite", {"attention_bias": False}, {}),
     "granite4": ("granite4", {}, {}),
     "granite4-without-positions": ("granite4", {"position_embedding_type": None}, {}),
-    "glm4-moe": ("glm4-moe", {}, {}),
+    "glm4-moe": ("glm4-moe", {}, {"expert_group_count": 1, "expert_group_used_count": 1}),
     "glm4-moe-without-norms": ("glm4-moe", {"use_qk_norm": False, "attention_bias": False}, {}),
     "ernie4.5": ("ernie4.5", {}, {}),
     "ernie4.5-moe": ("ernie4.5-moe", {"moe_layer_end_index": -1}, {}),
@@ -184,6 +184,8 @@ def test_quantised_experts(tmp_path: Path, oracle: str, kind: Type, kept: str, m
     [
         ("mixtral", {"expert_gating_func": 2}, "expert_gating_func 2 is not supported"),
         ("mixtral", {"expert_shared_count": 1}, "sets expert_shared_count to '1'"),
+        ("glm4-moe", {"expert_group_count": 4, "expert_group_used_count": 1}, "sets expert_group_count to '4'"),
+        ("ministral3", {"rope.scaling.yarn_log_multiplier": 0.5}, "yarn_log_multiplier 0.5 is not supported"),
         ("mixtral", {"expert_weights_scale": 2.5}, "sets expert_weights_scale"),
         ("mixtral", {"expert_used_count": 5}, "can't visit 5 of 4 experts"),
         ("gemma3", {"attention.sliding_window_pattern": [True]}, "a value for each of 3 layers"),

@@ -95,6 +95,8 @@ JSON_DEFAULTS: dict[str, object] = {
 GGUF = frozenset({"attention.layer_norm_epsilon", "attention.value_length", "rope.scaling.finetuned"})
 
 GGUF_DEFAULTS: dict[str, object] = {
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
     "expert_weights_scale": 1.0,
     "expert_shared_count": 0,
     "rope.scaling.yarn_ext_factor": 1.0,
