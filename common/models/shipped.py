@@ -35,9 +35,10 @@ def trained_for(said: object) -> TrainedFor:
 def index_for(target: ModelFiles, shipped: Sequence[TrainedFor]) -> int | None:
     """Return the index of the first entry of `shipped` with the target's name and revision, else of the first whose name and
     sizes match; None if there is none."""
-    same = (index for index, one in enumerate(shipped) if (one.name, one.revision) == (target.name, target.revision))
-    alike = (index for index, one in enumerate(shipped) if _is_like(one, target))
-    return next(same, next(alike, None))
+    for index, one in enumerate(shipped):
+        if (one.name, one.revision) == (target.name, target.revision):
+            return index
+    return next((index for index, one in enumerate(shipped) if _is_like(one, target)), None)
 
 
 def _is_like(known: TrainedFor, target: ModelFiles) -> bool:

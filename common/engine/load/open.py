@@ -52,7 +52,8 @@ def open_engine(
     """
     settings = EngineConfig.of(config, on_gpu=False)
     files = resolve(config.model, weights=settings.load_format != "dummy")
-    model = limit_context(load_config(files), settings)
+    whole = load_config(files)
+    model = limit_context(whole, settings)
     check_use(model, files.name, drafts=drafts)
     identity = weights_identity(files, model, dummy=settings.load_format == "dummy")
     sweep(config.shm_dir)
@@ -61,10 +62,10 @@ def open_engine(
     on_gpu = resolve_device(settings) != "cpu"
     settings = EngineConfig.of(config, on_gpu=on_gpu)
     if not on_gpu:
-        engine = _open_on_cpu(files, model, settings, config.shm_dir, segment_name, on_progress)
+        engine = _open_on_cpu(files, whole, settings, config.shm_dir, segment_name, on_progress)
         engine.identity, engine.files = identity, files
         return engine
-    runner = load_runner(files, settings, on_progress=on_progress, drafts=drafts)
+    runner = load_runner(files, settings, on_progress=on_progress, model=whole, drafts=drafts)
     groups: Sequence[LayerGroup] = runner.groups  # pyright: ignore[reportAttributeAccessIssue]
     memory: list[GroupMemory] = []
     stage: HostStage | None = None
@@ -98,8 +99,10 @@ def open_engine(
 
 
 def _open_on_cpu(
-    files: ModelFiles, model: ModelConfig, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress
+    files: ModelFiles, whole: ModelConfig, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress
 ) -> Engine:
+    """whole: the model with its own context."""
+    model = limit_context(whole, settings)
     layout = cache_layout(model, settings)
     announce_pool(model, settings, layout)
     memory: list[GroupMemory] = []
@@ -114,7 +117,7 @@ def _open_on_cpu(
                 fingerprint=group_name(layout.fingerprint, index),
             )
             memory.append(GroupMemory(segment, group.retention))
-        runner = load_runner(files, settings, [group.segment.blocks for group in memory], on_progress)
+        runner = load_runner(files, settings, [group.segment.blocks for group in memory], on_progress, model=whole)
         if settings.engine == "torch":
             from common.ops.cpu_int8.huge_pages_cpu import use_huge_pages
 

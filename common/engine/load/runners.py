@@ -68,10 +68,12 @@ def load_runner(
     segment_blocks: Sequence[NDArray[np.uint8]] = (),
     on_progress: Callable[[int, int], None] | None = None,
     *,
+    model: ModelConfig | None = None,
     drafts: bool = False,
 ) -> Runner:
-    """Loads the weights; blocks for as long as that takes. `on_progress(done_bytes, total_bytes)` is called meanwhile.
-    drafts: the model only drafts for another one. Its head is FP8 then where its weights are and FP8's cost was not measured.
+    """Load the weights; block for as long as that takes. `on_progress(done_bytes, total_bytes)` is called meanwhile.
+    model: what the files say, if that was read before. drafts: the model only drafts for another one. Its head is FP8 then
+    where its weights are and FP8's cost was not measured.
 
     segment_blocks: of each cache group, uint8 [num_blocks, block_bytes], writable; `cache_layout` gives the sizes. A runner on
     the CPU keeps KV in it, or in memory of its own without it. On a GPU it is not used: the pool is what the weights leave of
@@ -79,7 +81,7 @@ def load_runner(
 
     :raises ConfigError: if the settings or the memory don't fit the model, or its files are damaged (`WeightsError`).
     """
-    model = load_config(files)
+    model = model or load_config(files)
     limited = limit_context(model, engine)
     device = resolve_device(engine)
     if device != "cpu":
