@@ -21,19 +21,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
 import httpx
 
+from bench.common.disturbances import Disturbances
 from bench.common.draft_workers import draft_worker, draft_workers_ready, running
 from bench.common.machine import describe
 from bench.common.relay import Counts, Faults, relayed
@@ -198,49 +195,6 @@ def garbage_workers(count: int, nats_port: int, model: str) -> Iterator[None]:
         for rank in range(count):
             stack.enter_context(running(draft_worker("bench.exactness.garbage", nats_port, model, f"garbage-{rank}")))
         yield
-
-
-class Disturbances:
-    """Kills draft workers of one system, which are started again, and stops them for a while."""
-
-    def __init__(self, nats_port: int) -> None:
-        self.count = 0
-        self._mark = f":{nats_port}".encode()
-        self._random = random.Random(3)
-        self._over = threading.Event()
-
-    @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._work)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            thread.join()
-
-    def _work(self) -> None:
-        while not self._over.wait(self._random.uniform(0.2, 1.5)):
-            for pid in self._workers()[:1]:
-                with contextlib.suppress(ProcessLookupError):
-                    if self._random.random() < 0.3:
-                        os.kill(pid, signal.SIGKILL)
-                    else:
-                        os.kill(pid, signal.SIGSTOP)
-                        self._over.wait(self._random.uniform(0.05, 1.0))
-                        os.kill(pid, signal.SIGCONT)
-                    self.count += 1
-
-    def _workers(self) -> list[int]:
-        """Draft workers on this system's bus, in any order."""
-        found: list[int] = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if b"services.draft" in (folder / "cmdline").read_bytes():
-                    said = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
-                    found += [int(folder.name)] if self._mark in said else []
-        self._random.shuffle(found)
-        return found
 
 
 def row_of(name: str, outcome: Outcome, expected: Outcome) -> list[str]:
