@@ -58,7 +58,9 @@ _SHOWN = 3
 
 
 class Outcome(NamedTuple):
-    answers: dict[int, str]
+    """answers: of each request in turn, which are asked again and again where workers die."""
+
+    answers: list[tuple[int, str]]
     seconds: float
     disturbances: str
 
@@ -72,18 +74,20 @@ def measure(arrangement: Arrangement, requests: dict[int, Asked], options: argpa
         begun = time.perf_counter()
         with going_on:
             answers = asyncio.run(_ask_all(url, requests, options.clients))
+            while arrangement.disturbed and time.perf_counter() - begun < options.disturbed_s:
+                answers += asyncio.run(_ask_all(url, requests, options.clients))
     told = ", ".join(f"{kind} {count}" for kind, count in sorted(disturbances.kinds.items()))
     return Outcome(answers, time.perf_counter() - begun, told or "–")
 
 
-async def _ask_all(url: str, requests: dict[int, Asked], clients: int) -> dict[int, str]:
-    answers: dict[int, str] = {}
+async def _ask_all(url: str, requests: dict[int, Asked], clients: int) -> list[tuple[int, str]]:
+    answers: list[tuple[int, str]] = []
     async with httpx.AsyncClient(base_url=url, timeout=300) as http:
         model, turn = await model_of(http), asyncio.Semaphore(clients)
 
         async def one(number: int, asked: Asked) -> None:
             async with turn:
-                answers[number] = await ask(http, asked, model)
+                answers.append((number, await ask(http, asked, model)))
 
         await asyncio.gather(*(one(number, asked) for number, asked in requests.items()))
     return answers
@@ -91,11 +95,12 @@ async def _ask_all(url: str, requests: dict[int, Asked], clients: int) -> dict[i
 
 def compare(name: str, outcome: Outcome, expected: Outcome, requests: dict[int, Asked]) -> tuple[int, int]:
     """Say how answers differ; return how many do, and how many requests failed."""
-    failed = [number for number, answer in outcome.answers.items() if answer.startswith(FAILED)]
-    pairs = {number: (expected.answers[number], answer) for number, answer in outcome.answers.items()}
-    differ = [number for number, pair in pairs.items() if LEFT not in pair and pair[0] != pair[1] and number not in failed]
-    for number in [*failed, *differ][:_SHOWN]:
-        print(f"{name}, {number}: {requests[number]}\n  {pairs[number][0][:400]}\n  {pairs[number][1][:400]}", file=sys.stderr)
+    meant = dict(expected.answers)
+    failed = [(number, answer) for number, answer in outcome.answers if answer.startswith(FAILED)]
+    others = [(number, answer) for number, answer in outcome.answers if not answer.startswith(FAILED)]
+    differ = [(number, answer) for number, answer in others if LEFT not in (answer, meant[number]) and answer != meant[number]]
+    for number, answer in [*failed, *differ][:_SHOWN]:
+        print(f"{name}, {number}: {requests[number]}\n  {meant[number][:400]}\n  {answer[:400]}", file=sys.stderr)
     return len(differ), len(failed)
 
 
@@ -106,6 +111,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--disturbed-s", type=float, default=20.0, help="so long all are asked again where workers die")
     parser.add_argument("--only", default="", help=f"some of {', '.join(ARRANGEMENTS)}; between commas")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--draft-model", default="", help="by default --model itself")
@@ -121,11 +127,12 @@ def main(argv: Sequence[str]) -> int:
         expected = expected or outcome
         differ, failed = compare(name, outcome, expected, requests)
         wrong += differ + failed
-        left = sum(answer == LEFT for answer in outcome.answers.values())
-        rows.append([name, *map(str, (len(requests), differ, failed, left)), outcome.disturbances, f"{outcome.seconds:.0f}"])
+        left = sum(answer == LEFT for _, answer in outcome.answers)
+        counts = map(str, (len(outcome.answers), differ, failed, left))
+        rows.append([name, *counts, outcome.disturbances, f"{outcome.seconds:.0f}"])
         print(rows[-1], file=sys.stderr, flush=True)
     print(f"{describe()}\n\n{options.model} {' '.join(options.flags)}\n")
-    print(markdown(["", "requests", "differ", "failed", "left", "disturbances", "s"], rows))
+    print(markdown(["", "answers", "differ", "failed", "left", "disturbances", "s"], rows))
     return 1 if wrong else 0
 
 

@@ -20,4 +20,6 @@ def test_answers_are_the_same_in_pools_and_with_workers_that_die() -> None:
     assert done.returncode == 0, done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")][2:]
     assert [row[1].strip() for row in rows] == ["alone", "one of each", "disturbed"]
-    assert [[cell.strip() for cell in row[2:5]] for row in rows] == [["60", "0", "0"]] * 3
+    assert [[cell.strip() for cell in row[3:5]] for row in rows] == [["0", "0"]] * 3
+    assert [int(row[2]) % 60 for row in rows] == [0, 0, 0] and int(rows[2][2]) > 60
+    assert "stopped" in rows[2][6]
