@@ -278,7 +278,7 @@ def test_an_engine_on_a_gpu_shares_its_pools_and_reads_into_them(
     )
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     monkeypatch.setattr(opening, "resolve_device", lambda settings: "cuda:0")
-    monkeypatch.setattr(opening, "load_runner", lambda files, settings, on_progress, drafts: next(runners))
+    monkeypatch.setattr(opening, "load_runner", lambda files, settings, **_: next(runners))
     monkeypatch.setattr(cuda_ipc, "CudaDriver", lambda index: driver)
     config = EngineServiceConfig(model="dummy:tiny", shm_dir=str(tmp_path))
     transport = LocalTransport(str(tmp_path))
@@ -314,9 +314,7 @@ def test_an_engine_that_cannot_share_all_of_its_pools_leaves_no_segment(
     groups = [LayerGroup(random_pool(6), [0]), LayerGroup(random_pool(3), [1], WINDOW)]
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     monkeypatch.setattr(opening, "resolve_device", lambda settings: "cuda:0")
-    monkeypatch.setattr(
-        opening, "load_runner", lambda files, settings, on_progress, drafts: SimpleNamespace(groups=groups, fingerprint="m")
-    )
+    monkeypatch.setattr(opening, "load_runner", lambda files, settings, **_: SimpleNamespace(groups=groups, fingerprint="m"))
     exported = iter([b"\0" * 72])
     monkeypatch.setattr(opening, "export_pool", lambda pool: next(exported))
     with pytest.raises(StopIteration):
