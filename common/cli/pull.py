@@ -20,7 +20,7 @@ Spec = Annotated[
     typer.Argument(
         metavar="SPEC",
         autocompletion=local_models,
-        help="A model: the default one's name, a folder, a .gguf file or a Hugging Face id (owner/name).",
+        help="A model: the default one's name, a folder, a .gguf file or a Hugging Face id (owner/name, owner/name:Q4_K_M).",
     ),
 ]
 

@@ -38,7 +38,7 @@ _TELLING = {
     "glm4moe": (Q_BIAS, f"{Q_NORM}.weight"),
     "seed_oss": (Q_BIAS,),
 }
-"""Tensors of a GGUF architecture that say what its metadata do not: LongRoPE's factors, whether there are biases, norms."""
+"""Tensors of a GGUF architecture that say what its metadata do not: LongRoPE's factors; whether there are biases or norms."""
 
 
 def load_config(files: ModelFiles) -> ModelConfig:

@@ -30,8 +30,8 @@ _SHOWN = 12
 
 
 def snapshot(match: re.Match[str]) -> Path | None:
-    """Return the folder of a revision, if what an id means may be there: of weights in safetensors all files that the
-    repository has, of a GGUF model any. match: of `naming.HUB_ID`."""
+    """Return the folder of a revision in the cache, or None. Without a label it must have all files that `fetch` brings; with
+    one, `find_gguf` looks for the model's. match: of `naming.HUB_ID`."""
     from huggingface_hub import snapshot_download  # 0.3 s to import, needed for hub ids only
 
     wanted = [_NOTHING] if match["label"] else _FILES
@@ -51,11 +51,11 @@ def snapshot(match: re.Match[str]) -> Path | None:
 def find_gguf(folder: Path, label: str) -> Path | None:
     """Return the first file of the GGUF model that a label means in a revision's folder, if all of its parts are here."""
     names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if is_gguf(file)]
-    chosen = _models(names).get(label.lower(), [])
-    if not chosen:
+    models = _models(names).get(label.lower(), [])
+    if len(models) != 1:  # of several, `fetch` says so
         return None
     try:
-        return gguf_parts(folder / min(chosen))[0]
+        return gguf_parts(folder / models[0][0])[0]
     except UnknownModel:
         return None
 
@@ -99,31 +99,37 @@ def _chosen(match: re.Match[str], names: Iterable[str]) -> list[str]:
     if not found:
         listed = _listed(repo, models) if models else "and no other"
         raise PullFailed(f"{repo} has no GGUF model {label}; {listed}", param="model")
-    if len({_stem(name) for name in found}) > 1:
-        raise PullFailed(f"{repo} has several GGUF models {label}: {', '.join(found[:3])}; fetch the file", param="model")
-    return found
+    if len(found) > 1:
+        firsts = ", ".join(files[0] for files in found[:3])
+        raise PullFailed(f"{repo} has several GGUF models {label}: {firsts}; fetch the file", param="model")
+    return found[0]
 
 
-def _models(names: Iterable[str]) -> dict[str, list[str]]:
-    """The files of GGUF models by their labels, in lower case."""
-    found: dict[str, list[str]] = {}
+def _models(names: Iterable[str]) -> dict[str, list[list[str]]]:
+    """Return the files of each GGUF model, first part first, by its label in lower case."""
+    models: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(names):
         if not is_gguf(Path(name)) or PurePosixPath(name).name.lower().startswith(_NO_MODEL):
             continue
-        if match := _LABEL.fullmatch(_stem(name)):
-            found.setdefault(match["label"].lower(), []).append(name)
+        part = GGUF_PART.fullmatch(PurePosixPath(name).with_suffix("").as_posix())
+        models.setdefault((part["stem"], part["count"]) if part else (name,), []).append(name)
+    found: dict[str, list[list[str]]] = {}
+    for files in models.values():
+        if label := _label(files[0]):
+            found.setdefault(label.lower(), []).append(files)
     return found
 
 
-def _stem(name: str) -> str:
-    """Return a file's name without suffix and number of its part."""
+def _label(name: str) -> str:
+    """Return the label of a GGUF file's model; "" for none."""
     stem = PurePosixPath(name).stem
     part = GGUF_PART.fullmatch(stem)
-    return part["stem"] if part else stem
+    match = _LABEL.fullmatch(part["stem"] if part else stem)
+    return match["label"] if match else ""
 
 
-def _listed(repo: str, models: dict[str, list[str]]) -> str:
-    labels = sorted(match["label"] for files in models.values() if (match := _LABEL.fullmatch(_stem(files[0]))))
+def _listed(repo: str, models: dict[str, list[list[str]]]) -> str:
+    labels = sorted(_label(files[0]) for (files, *_) in models.values())
     more = f" and {len(labels) - _SHOWN} more" if len(labels) > _SHOWN else ""
     return f"of its GGUF models name one, such as {repo}:{labels[0]}: {', '.join(labels[:_SHOWN])}{more}"
 

@@ -52,9 +52,9 @@ YOUNG_OBJECTS = 5_000
 """How many new objects set off a garbage collection in a worker. A step of 256 rows makes and drops thousands, hardly any of
 them in a cycle: with Python's 700, collections took a twelfth of a decode worker's processor time. A gateway keeps 700, since
 going through 5,000 of its objects would stop all streams for 20 ms."""
-WAIT_POLICY = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Torch's threads sleep while they wait: where a machine has more workers than cores, spinning ones slow all of them tenfold
-and more. Read when torch is imported, which is late in a worker and in a gateway never."""
+WAIT_POLICY = "PASSIVE"
+"""Of OpenMP, where OMP_WAIT_POLICY names no other: torch's threads sleep while they wait. Where a machine has more workers than
+cores, spinning ones slow all of them tenfold and more. It is read when torch is imported: late in a worker, never in a gateway."""
 
 log = logs.get("service")
 
@@ -62,7 +62,7 @@ log = logs.get("service")
 def main(config_type: type[C], make_actor: MakeActor[C], *, section: str, argv: Sequence[str] | None = None) -> NoReturn:
     """Run the service until it is told to stop; ends the process."""
     parent_death.guard()
-    os.environ.update(WAIT_POLICY | os.environ)
+    os.environ.setdefault("OMP_WAIT_POLICY", WAIT_POLICY)
     try:
         given = sys.argv[1:] if argv is None else argv
         config = model_tables.load(config_type, section=section, argv=given, environ=os.environ)

@@ -104,7 +104,12 @@ def test_what_is_not_one_model_is_said(repository: Path, tmp_path: Path) -> None
     ],
 )
 def test_labels_of_published_names(name: str, label: str) -> None:
-    assert _models([name]) == {label: [name]}
+    assert _models([name]) == {label: [[name]]}
+
+
+def test_a_whole_file_beside_its_parts_is_another_model() -> None:
+    parts = [f"x-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    assert _models(["x-Q8_0.gguf", *reversed(parts)]) == {"q8_0": [parts, ["x-Q8_0.gguf"]]}
 
 
 def test_a_model_is_called_by_repository_and_label() -> None:

@@ -34,7 +34,7 @@ def from_json(fields: Fields) -> ModelSpec:
 
 def from_gguf(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
-    mixer = gguf_attention(fields, partial=True, qkv_bias=bool(fields.numbers(Q_BIAS)))  # 32B has none
+    mixer = gguf_attention(fields, partial=True, qkv_bias=bool(fields.numbers(Q_BIAS)))  # the 32B model has none
     assert mixer.rope is not None
     rope = msgspec.structs.replace(mixer.rope, interleaved=True)
     layer = LayerSpec(mixer=msgspec.structs.replace(mixer, rope=rope), mlp=gguf_mlp(fields), norms="sandwich")

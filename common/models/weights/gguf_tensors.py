@@ -18,7 +18,7 @@ from common.models.gguf_parts import gguf_parts
 from common.models.weights.errors import WeightsError
 from common.models.weights.gguf_metadata import InvalidGguf
 
-T = TypeVar("T", bound=Any)
+_Bytes = TypeVar("_Bytes", bound=Any)
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -67,6 +67,7 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
 
 Mapped = np.ndarray[Any, np.dtype[np.uint8]]
+"""A whole file."""
 
 
 def map_files(path: Path) -> list[Mapped]:
@@ -84,7 +85,7 @@ def _map_file(path: Path) -> Mapped:
         raise InvalidGguf(f"{path} can't be read as a GGUF file: {error}") from error
 
 
-def bytes_of(tensor: GgufTensor, files: Sequence[T]) -> T:
+def bytes_of(tensor: GgufTensor, files: Sequence[_Bytes]) -> _Bytes:
     """Return a tensor's bytes. files: the mapped ones, as arrays or tensors of uint8."""
     return files[tensor.part][tensor.offset : tensor.offset + tensor.num_bytes]
 
@@ -96,8 +97,7 @@ def read_tensors(path: Path, files: Sequence[Mapped]) -> dict[str, GgufTensor]:
         tensor's type is unknown.
     """
     tensors: dict[str, GgufTensor] = {}
-    for part, data in enumerate(files):
-        where = gguf_parts(path)[part]
+    for part, (where, data) in enumerate(zip(gguf_parts(path), files, strict=True)):
         try:
             found = _TensorTable(data).read()
         except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
