@@ -54,7 +54,7 @@ them in a cycle: with Python's 700, collections took a twelfth of a decode worke
 going through 5,000 of its objects would stop all streams for 20 ms."""
 WAIT_POLICY = "PASSIVE"
 """Of OpenMP, where OMP_WAIT_POLICY names no other: torch's threads sleep while they wait. Where a machine has more workers than
-cores, spinning ones slow all of them tenfold and more. It is read when torch is imported: late in a worker, never in a gateway."""
+cores, spinning ones slow all of them tenfold and more. Torch reads it when imported: late in a worker, never in a gateway."""
 
 log = logs.get("service")
 
